@@ -78,9 +78,7 @@ def with_arguments(template: str, arguments: Mapping[str, bool | int | float | s
     """A template in which arguments have these values, as ``apply_chat_template(…, enable_thinking=False)`` would give
     them: one text, the same wherever chats are rendered.
 
-    Args:
-        arguments: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through.
-    """
+    ``arguments``: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through."""
     values = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items())
     return f"{values}{{{{ '' }}}}{template}"  # a line break behind a block would be dropped, behind an expression not
 
@@ -138,15 +136,10 @@ def encode(
     finish_reasons: Sequence[str] = (),
 ) -> Sample:
     """Token ids with the label mask, cut at ``max_length`` (never dropped).
-
-    Args:
-        finish_reasons: why each of the assistant's turns ended, if known: after one that was cut ("length") the
-            template's end token is not a label, since the assistant did not write it.
-
-    Raises:
-        UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
-        ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one.
-    """
+    ``finish_reasons``: why each of the assistant's turns ended, if known: after one that was cut ("length") the
+    template's end token is not a label, since the assistant did not write it.
+    Raises UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
+    ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one."""
     if isinstance(content, str):
         ids = _ids(tokenizer, content)
         sample = Sample(ids, [True] * len(ids))

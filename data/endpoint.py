@@ -134,13 +134,8 @@ class Server:
 
     def answer(self, messages: Sequence[Message], **options: Any) -> tuple[str, str]:
         """The model's answer and its finish reason (``stop``, ``length``, …).
-
-        Args:
-            options: further fields of the request: temperature, max_tokens, …
-
-        Raises:
-            RequestFailed: no answer after all retries, or the failure is not temporary.
-        """
+        ``options``: further fields of the request: temperature, max_tokens, …
+        Raises RequestFailed: no answer after all retries, or the failure is not temporary."""
         body = json.dumps({"model": self.model, "messages": list(messages), "stream": False, **options}).encode()
         for attempt in range(self.retries + 1):
             try:

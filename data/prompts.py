@@ -124,14 +124,10 @@ def evaluation_prompts(
     name: str, count: int, seed: int, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
 ) -> list[evaluation.EvaluationPrompt]:
     """``count`` prompts of an evaluation set, the same for the same arguments.
-
-    Args:
-        tokenizer: only prompts whose messages have at most ``most_tokens`` tokens, without the chat template's; all if
-            left out.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`draftsmith.data.evaluation.load`; or there are fewer such prompts.
-    """
+    ``tokenizer``: only prompts whose messages have at most ``most_tokens`` tokens, without the chat template's; all if
+    left out.
+    Raises FileNotFoundError, ValueError: as :func:`draftsmith.data.evaluation.load`; or there are fewer such
+    prompts."""
     chosen = evaluation.load(name)
     if tokenizer is not None:
         texts = ["".join(message["content"] for message in prompt.messages) for prompt in chosen]

@@ -66,14 +66,9 @@ class Skipped:
 
     def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
-
-        Args:
-            max_share: the share of rows that may be skipped; one row always may be, unless this is 0.
-            rows: number of rows that the share refers to, if the source is known to have more than were read.
-
-        Raises:
-            ValueError: more rows were skipped; the message has the reasons.
-        """
+        ``max_share``: the share of rows that may be skipped; one row always may be, unless this is 0.
+        ``rows``: number of rows that the share refers to, if the source is known to have more than were read.
+        Raises ValueError: more rows were skipped; the message has the reasons."""
         if self.count > max(max_share * max(rows, self.rows), 1 if max_share else 0):
             raise ValueError(
                 f"data source '{source}': {self}. That is more than data.max_skipped={max_share:g} of them; correct "

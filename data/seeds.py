@@ -77,13 +77,8 @@ def read_seed(row: Any) -> tuple[Message, ...]:
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
     """The seeds of all sources in their order, and the rows that were skipped.
-
-    Args:
-        max_skipped: the share of a source's rows that may be skipped.
-
-    Raises:
-        FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them.
-    """
+    ``max_skipped``: the share of a source's rows that may be skipped.
+    Raises FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them."""
     result: list[Seed] = []
     seen: Counter[str] = Counter()
     total = Skipped()
@@ -118,10 +113,7 @@ class RequestFailed(Exception):
 
 class WrittenTurns:
     """Filter for user turns that the model writes: kept are complete ones, not too short, not repetitive, and new.
-
-    Args:
-        known: first turns of the conversations that are there already.
-    """
+    ``known``: first turns of the conversations that are there already."""
 
     SHORTEST = 3  # words
     DISTINCT = 0.5  # smallest share of distinct words

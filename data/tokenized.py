@@ -30,14 +30,9 @@ _VERSION = "4"  # of the encoding; to be raised with every change of the results
 
 def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """The chat template of a recipe's section, with its ``template_arguments``; None for the tokenizer's own.
-
-    Args:
-        data: the section ``data`` of a training recipe or of one for distillation.
-        tokenizer: None for a target that renders no chats.
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: as :func:`read_template`; or there are arguments and no template.
-    """
+    ``data``: the section ``data`` of a training recipe or of one for distillation.
+    ``tokenizer``: None for a target that renders no chats.
+    Raises FileNotFoundError, ValueError, OSError: as :func:`read_template`; or there are arguments and no template."""
     template = read_template(data.template)
     if not data.template_arguments or tokenizer is None:
         return template
@@ -148,13 +143,8 @@ def encoded(
 
 def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokenized:
     """Refuse a source with too many unusable rows or too many samples without a label; returns the samples, with those.
-
-    Args:
-        of: number of rows that the shares refer to, if the source is known to have more than these.
-
-    Raises:
-        ValueError: there are too many of either, or there is no sample at all.
-    """
+    ``of``: number of rows that the shares refer to, if the source is known to have more than these.
+    Raises ValueError: there are too many of either, or there is no sample at all."""
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:
         why = f"has no row left: {samples.skipped}" if samples.skipped.count else "is empty"

@@ -112,16 +112,11 @@ def write_drafter(
     parts: Sequence[str] = (),
 ) -> None:
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
-
-    Args:
-        weights: tensors of the top folder; may be empty if there are parts.
-        template: the chat template it was trained with, where that is not the target's own.
-        parts: names of sub-folders, already written, without which the drafter cannot be loaded.
-
-    Raises:
-        FileNotFoundError, ValueError: a part is missing or damaged.
-        OSError: the disk is full, or it cannot be written.
-    """
+    ``weights``: tensors of the top folder; may be empty if there are parts.
+    ``template``: the chat template it was trained with, where that is not the target's own.
+    ``parts``: names of sub-folders, already written, without which the drafter cannot be loaded.
+    Raises FileNotFoundError, ValueError: a part is missing or damaged. OSError: the disk is full, or it cannot be
+    written."""
     assert weights or parts
     _check_parts(folder, parts)
     folder.mkdir(parents=True, exist_ok=True)
@@ -222,14 +217,9 @@ def with_weights(
     few: bool = False,
 ) -> M:
     """The module that ``make`` makes of a folder's config, with the folder's weights, frozen and in eval mode.
-
-    Args:
-        unmade: what is said of a size that cannot be made, by torch's reason.
-        few: it has few tensors, of which all are named if some are missing, unknown or of another shape.
-
-    Raises:
-        ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's.
-    """
+    ``unmade``: what is said of a size that cannot be made, by torch's reason.
+    ``few``: it has few tensors, of which all are named if some are missing, unknown or of another shape.
+    Raises ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's."""
     try:
         with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
             promised = make()

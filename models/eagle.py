@@ -340,10 +340,7 @@ class Eagle(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features as the drafter reads them, g: ``[…, F] → […, d]``.
-
-        Args:
-            features: the last hidden state, then the inputs of the captured layers; F = W · (1 + C).
-        """
+        ``features``: the last hidden state, then the inputs of the captured layers; F = W · (1 + C)."""
         width = self.config.feature_size
         if self.config.version == 1:
             return features[..., :width]
@@ -468,13 +465,8 @@ class Eagle(nn.Module):
 
 def marked_places(marks: Tensor) -> Tensor:
     """The marked indices of each row, followed by unmarked ones where a row has fewer than another.
-
-    Args:
-        marks: ``[B, T]`` bool.
-
-    Returns:
-        ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row.
-    """
+    ``marks``: ``[B, T]`` bool.
+    Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
     return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
 
 

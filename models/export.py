@@ -136,14 +136,9 @@ def _with_list(
 
 def open_source(name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False) -> Source:
     """Read a drafter, and of its target what the format needs.
-
-    Args:
-        target_name: folder or Hub id; what the drafter's config says if left out.
-
-    Raises:
-        FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
-            format has no place for such a drafter.
-    """
+    ``target_name``: folder or Hub id; what the drafter's config says if left out.
+    Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
+    format has no place for such a drafter."""
     folder, config, weights = read_drafter(name)
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
@@ -210,19 +205,12 @@ def export(
     facts: Mapping[str, Any] | None = None,
 ) -> float:
     """Write a folder, check its contract and read it back; all of it is kept, or nothing.
-
-    Args:
-        to: one of :data:`FORMATS`.
-        served_target: what a server loads the target by; the source's name for it if left out.
-        facts: what provenance.json records besides.
-
-    Returns:
-        The largest difference of logits, in float32.
-
-    Raises:
-        ValueError: what was written is not what the format needs, or its logits differ.
-        OSError: the disk is full, or it cannot be written.
-    """
+    ``to``: one of :data:`FORMATS`.
+    ``served_target``: what a server loads the target by; the source's name for it if left out.
+    ``facts``: what provenance.json records besides.
+    Returns the largest difference of logits, in float32.
+    Raises ValueError: what was written is not what the format needs, or its logits differ. OSError: the disk is full,
+    or it cannot be written."""
     tensors, config, contract = written(source, to, served_target or source.target_name, speculative_tokens)
     with replacing_folder(out) as temporary:
         save_tensors(tensors, temporary / contract.file)

@@ -42,19 +42,12 @@ def _rotary(fields: Mapping[str, Any]) -> LlamaRotaryEmbedding:
 @torch.no_grad()
 def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, lm_head: nn.Module | None) -> Tensor:
     """Logits of a written folder.
-
-    Args:
-        features: ``[T, C·d]``, inputs of the captured layers; of EAGLE-1 ``[T, d]``, the last hidden state.
-        tokens: ``[T + K]`` int64; position t is paired with token t + 1.
-        embed, lm_head: the target's, for a folder that shares them.
-
-    Returns:
-        ``[T + K − 1, V]`` float32: of every position, then of the K − 1 further tokens of a draft that continues with
-        the given tokens; −inf for tokens that are not drafted.
-
-    Raises:
-        ValueError: fields or tensors contradict each other.
-    """
+    ``features``: ``[T, C·d]``, inputs of the captured layers; of EAGLE-1 ``[T, d]``, the last hidden state.
+    ``tokens``: ``[T + K]`` int64; position t is paired with token t + 1.
+    ``embed``, ``lm_head``: the target's, for a folder that shares them.
+    Returns ``[T + K − 1, V]`` float32: of every position, then of the K − 1 further tokens of a draft that continues
+    with the given tokens; −inf for tokens that are not drafted.
+    Raises ValueError: fields or tensors contradict each other."""
     config = json_object(folder / "config.json")
     fields = config.get("transformer_layer_config", config)
     llama, rotary = LlamaConfig(**fields), _rotary(fields)
@@ -167,14 +160,9 @@ def _heads_apart(folder: Path, heads: MedusaHeads, target: Target, random: torch
 
 def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target | None, seed: int = 0) -> float:
     """Largest difference of a written folder's logits from the drafter's own, on random features and tokens.
-
-    Args:
-        drafter: in float32.
-        target: None for a folder that needs no weights of it: then its embeddings are random, too.
-
-    Raises:
-        ValueError: it is larger than rounding explains, or other tokens are drafted.
-    """
+    ``drafter``: in float32.
+    ``target``: None for a folder that needs no weights of it: then its embeddings are random, too.
+    Raises ValueError: it is larger than rounding explains, or other tokens are drafted."""
     random = torch.Generator().manual_seed(seed)
     if isinstance(drafter, MedusaHeads):
         assert target is not None

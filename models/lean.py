@@ -232,11 +232,8 @@ class LeanDecoder:
 
     def buffers(self, rows: int, count: int, biased: bool, step: bool = False) -> Sequence[Buffers | FusedBuffers]:
         """The buffers of each layer; layers of one shape share theirs. None are needed where :attr:`native` runs.
-
-        Args:
-            biased: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
-            step: many forward passes will have this shape.
-        """
+        ``biased``: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
+        ``step``: many forward passes will have this shape."""
         if self._runs_native(biased):
             return []
         fused = not (biased or torch.compiler.is_compiling() or self.not_fused)
@@ -378,11 +375,8 @@ def run_layer(
 
 class NativeLayers:
     """Layers that run one after the other in one call, on a CPU: kernels/cpu.cpp.
-
-    Args:
-        layers: of :func:`can_run_native`, their matrices transposed views of contiguous ones.
-        norm: after the last of them; None: there is none.
-    """
+    ``layers``: of :func:`can_run_native`, their matrices transposed views of contiguous ones.
+    ``norm``: after the last of them; None: there is none."""
 
     def __init__(self, layers: Sequence[Layer], norm: Norm | None) -> None:
         self.layers, self.norm = layers, norm or layers[-1].before_mlp
@@ -403,14 +397,10 @@ class NativeLayers:
         captures: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layers on ``x [M, d]`` in place.
-
-        Args:
-            positions, slots, views, tables, tree_keys, captures: as :meth:`LeanDecoder.forward` takes them.
-            inputs: ``[M, K]``, what q, k and v of the first layer are products of; left out: the norm of x.
-
-        Returns:
-            The norm ``[M, d]`` of x after the layers, and the input ``[M, d]`` of each captured layer.
-        """
+        ``positions``, ``slots``, ``views``, ``tables``, ``tree_keys``, ``captures``: as :meth:`LeanDecoder.forward`
+        takes them.
+        ``inputs``: ``[M, K]``, what q, k and v of the first layer are products of; left out: the norm of x.
+        Returns the norm ``[M, d]`` of x after the layers, and the input ``[M, d]`` of each captured layer."""
         lengths, ancestors, depth, key_depth = (each.contiguous() for each in tree_keys[:4])
         captured = {number: torch.empty_like(x) for number in captures}
         for number, (part, layer, (both, _, _)) in enumerate(zip(self.parts, self.layers, views, strict=True)):

@@ -185,10 +185,7 @@ def _make(target: Target) -> LeanDecoder:
 
 def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> str:
     """Compare each fused layer with the model's own: the reason why layers are not fused, empty if they can be.
-
-    Args:
-        inputs: of each layer and of the last norm, ``[1, T, d]``.
-    """
+    ``inputs``: of each layer and of the last norm, ``[1, T, d]``."""
     if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
         return "the kernels do not know its norms, MLP, attention or branches"
     count = inputs[0].shape[1]
@@ -230,9 +227,7 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
     """Give the decoder its native layers, if each does what the model's own does. Also run one layer of each shape and
     the LM head on several rows and on each row alone: the bits of a row have to be the same.
 
-    Args:
-        inputs: of each layer and of the last norm, ``[1, T, d]``.
-    """
+    ``inputs``: of each layer and of the last norm, ``[1, T, d]``."""
     lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, MLP or attention"
     if not all(isinstance(layer.before_attention, Norm) and can_run_native(layer) for layer in lean.layers):
         return

@@ -83,11 +83,8 @@ def hardware_bfloat16(device: "str | torch.device") -> bool:
 
 def choose_autocast(requested: str, device: "str | torch.device", began: str | None = None) -> Choice:
     """Choose the autocast of training: ``none`` or ``bfloat16``.
-
-    Args:
-        requested: one of them, or ``auto``.
-        began: the choice with which a resumed run began, which ``auto`` keeps.
-    """
+    ``requested``: one of them, or ``auto``.
+    ``began``: the choice with which a resumed run began, which ``auto`` keeps."""
     if requested != "auto":
         return Choice(requested, _REQUESTED)
     if began:
@@ -138,10 +135,7 @@ def choose_dtype(
 
 def describe(device: "str | torch.device", dtype: Choice, autocast: Choice | None = None) -> list[str]:
     """The line about the chosen precision and the reasons; and a warning, if it is emulated on this device.
-
-    Args:
-        autocast: of training; None if nothing is trained.
-    """
+    ``autocast``: of training; None if nothing is trained."""
     weights = f"{dtype.value} weights"
     if autocast is None:
         lines = [f"precision: {weights} ({dtype.why})"]

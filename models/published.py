@@ -85,15 +85,10 @@ class Imported:
 
 def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     """Convert a published drafter.
-
-    Args:
-        config: the content of its config.json.
-        tensors: all of its tensors.
-
-    Raises:
-        ValueError: the format is not known, a tensor or field is missing, unknown or of another shape or value, or it
-            belongs to a target of another width, depth or vocabulary.
-    """
+    ``config``: the content of its config.json.
+    ``tensors``: all of its tensors.
+    Raises ValueError: the format is not known, a tensor or field is missing, unknown or of another shape or value, or
+    it belongs to a target of another width, depth or vocabulary."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")

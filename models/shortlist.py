@@ -41,9 +41,7 @@ def budget(most: int, schedule: Schedule, depths: int = DEPTHS) -> tuple[int, ..
         fixed            k(t) = k_max
         position_aware   k(t) = k_max for t = 0 and 1;  max(1, ⌊k_max / (2 (t + 1))⌋) for t ≥ 2  (DynaSpec §3.3)
 
-    Args:
-        most: k_max.
-    """
+    ``most``: k_max."""
     if schedule == "fixed":
         return (most,) * depths
     return tuple(most if depth < 2 else max(1, most // (2 * (depth + 1))) for depth in range(depths))
@@ -211,15 +209,10 @@ class ShortlistHead(nn.Module):
     def contains(self, tokens: Tensor, chosen: Rows | None, depth: int, seen: Tensor) -> Tensor:
         """Whether tokens are in the shortlists of nodes; for training and evaluation. Of ``in_context`` it says what
         would be in a list that has room for the whole text.
-
-        Args:
-            tokens: ``[P, R]`` int64 places in the drafter's vocabulary.
-            chosen: what :meth:`choose` returned.
-            seen: ``[P, R]`` bool, whether the text before a node holds a token.
-
-        Returns:
-            ``[P, R]`` bool.
-        """
+        ``tokens``: ``[P, R]`` int64 places in the drafter's vocabulary.
+        ``chosen``: what :meth:`choose` returned.
+        ``seen``: ``[P, R]`` bool, whether the text before a node holds a token.
+        Returns ``[P, R]`` bool."""
         row = torch.empty_like(self.order)
         row[self.order] = torch.arange(len(row), device=row.device)
         row = row[tokens]

@@ -136,15 +136,9 @@ def check_drafter_name(name: str) -> None:
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """:func:`local_folder`, the converted copy of a :func:`gguf_file`, or the download of a Hub id (the last two are
     announced by a line on stderr if there is anything to do).
-
-    Args:
-        weights: whether to download its weights too.
-
-    Raises:
-        FileNotFoundError: it is none of these, or cannot be downloaded.
-        ValueError: a GGUF file cannot be converted.
-        OSError: the cache cannot be written, or the disk is full.
-    """
+    ``weights``: whether to download its weights too.
+    Raises FileNotFoundError: it is none of these, or cannot be downloaded. ValueError: a GGUF file cannot be converted.
+    OSError: the cache cannot be written, or the disk is full."""
     file = gguf_file(name)
     if file is not None:
         from draftsmith.models import from_gguf  # it needs this module
@@ -164,13 +158,8 @@ _MEDUSA = "medusa_lm_head"  # .safetensors, or .pt: a pickle
 
 def published_folder(name: str, revision: str | None = None, pickles: bool = False) -> Path:
     """The folder of a drafter that somebody published: a local one, or the download of a Hub id.
-
-    Args:
-        pickles: download pickled weights where there are no others.
-
-    Raises:
-        FileNotFoundError: there is none, or it cannot be downloaded.
-    """
+    ``pickles``: download pickled weights where there are no others.
+    Raises FileNotFoundError: there is none, or it cannot be downloaded."""
     if gguf_file(name) is not None:
         raise FileNotFoundError(f"'{name}': a GGUF file is a model; a folder or Hub id of a drafter is needed")
     folder = known_folder(name)
@@ -190,14 +179,9 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
 
 def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]":
     """All tensors of a published drafter's folder, on the CPU.
-
-    Args:
-        pickles: pickled weights may be read, as tensors only.
-
-    Raises:
-        FileNotFoundError: there are no weights, or some are missing.
-        ValueError: a file is damaged, or it is a pickle and holds more than tensors or may not be read.
-    """
+    ``pickles``: pickled weights may be read, as tensors only.
+    Raises FileNotFoundError: there are no weights, or some are missing. ValueError: a file is damaged, or it is a
+    pickle and holds more than tensors or may not be read."""
     from safetensors.torch import load_file
 
     single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
@@ -406,13 +390,8 @@ def conversions(kind: str) -> Path:
 
 def check_room(cache: Path, size: int, source: Path) -> None:
     """Check that a converted copy fits on the disk of its cache.
-
-    Args:
-        size: of the copy, in bytes.
-
-    Raises:
-        ValueError: it does not.
-    """
+    ``size``: of the copy, in bytes.
+    Raises ValueError: it does not."""
     free = shutil.disk_usage(cache).free
     if free < size + _MARGIN:
         raise ValueError(

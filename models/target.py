@@ -135,10 +135,7 @@ class Target:
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``.
-
-        Args:
-            positions: ``[B, T]``; a 0 begins another sample, which does not attend to the ones before.
-        """
+        ``positions``: ``[B, T]``; a 0 begins another sample, which does not attend to the ones before."""
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden.to(tokens.device)  # a spread target may end on another device
 
@@ -146,14 +143,9 @@ class Target:
         """Last hidden states as :meth:`hidden` gives them, then the inputs of the captured layers, in their order.
 
         Only what is captured is kept, not every layer's output.
-
-        Args:
-            tokens, positions: as :meth:`hidden` takes them.
-            captures: numbers of layers.
-
-        Returns:
-            ``[B, T, F]``, F = d · (1 + number of layers).
-        """
+        ``tokens``, ``positions``: as :meth:`hidden` takes them.
+        ``captures``: numbers of layers.
+        Returns ``[B, T, F]``, F = d · (1 + number of layers)."""
         inputs: dict[int, Tensor] = {}
 
         def keep(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,14 +18,9 @@ SIZES = (2048, 4096, 8192, 16384, 32768)  # whose coverage is reported beside th
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
     """The ids of the ``size`` highest counts, equal counts by the lower id.
-
-    Args:
-        counts: ``[V]``, of any dtype.
-        size: S, at most V.
-
-    Returns:
-        ``[S]`` int64, ascending.
-    """
+    ``counts``: ``[V]``, of any dtype.
+    ``size``: S, at most V.
+    Returns ``[S]`` int64, ascending."""
     assert 0 < size <= len(counts)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
@@ -44,14 +39,9 @@ def coverage_by_size(train: Tensor, held_out: Tensor, sizes: Sequence[int] = SIZ
 
 def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
     """The place of each token in a draft vocabulary.
-
-    Args:
-        tokens: ``[…]`` int64 ids of the target; negative ones are outside.
-        ids: ``[S]`` int64, ascending, on the same device.
-
-    Returns:
-        ``[…]`` int64; ``outside`` where the token is not among ``ids``.
-    """
+    ``tokens``: ``[…]`` int64 ids of the target; negative ones are outside.
+    ``ids``: ``[S]`` int64, ascending, on the same device.
+    Returns ``[…]`` int64; ``outside`` where the token is not among ``ids``."""
     place = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
     return torch.where(ids[place] == tokens, place, outside)
 
