@@ -21,7 +21,7 @@ from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.kernels.res_block import res_block
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_size, head_rows
+from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,8 @@ class MedusaConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
-        if not isinstance(self.projection, str) or self.projection not in ("own", "shared"):
-            raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
+        check_whole(self, ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"))
+        check_projection(self.projection)
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @property

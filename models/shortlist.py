@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
+from draftsmith.models.vocabulary import check_whole
 
 Kind = Literal["fr_spec", "vocab_trim", "in_context", "dynaspec"]
 Schedule = Literal["fixed", "position_aware"]
@@ -75,11 +76,8 @@ class ShortlistConfig:
         if self.shortlist not in get_args(Kind):
             raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(Kind))}")
         routed = self.shortlist == "dynaspec"
-        needed = ("outputs", *(("num_clusters", "router_width", "embedding_size", "feature_size") if routed else ()))
-        for name in needed:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        sizes = ("num_clusters", "router_width", "embedding_size", "feature_size")
+        check_whole(self, ("outputs", *(sizes if routed else ())))
         lists = {"capacity": self.outputs} | ({"clusters": self.num_clusters} if routed else {})
         for name, most in lists.items():
             values = getattr(self, name)

@@ -46,6 +46,20 @@ def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
     return torch.where(ids[place] == tokens, place, outside)
 
 
+def check_whole(config: object, names: Sequence[str]) -> None:
+    """Raises ValueError: one of these fields of a drafter's config is no whole number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+
+
+def check_projection(projection: object) -> None:
+    """Raises ValueError: the field ``projection`` of a drafter's config is neither ``own`` nor ``shared``."""
+    if projection not in ("own", "shared"):
+        raise ValueError(f"field 'projection' is {projection!r}; it has to be 'own' or 'shared'")
+
+
 def check_size(size: object, vocab_size: int) -> None:
     """Raises: ValueError: the field ``draft_vocab_size`` of a config is no size of a draft vocabulary, nor None."""
     if size is not None and (type(size) is not int or not 0 < size <= vocab_size):
