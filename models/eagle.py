@@ -236,12 +236,8 @@ class Eagle(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        d, eps, captured, read = (
-            config.hidden_size,
-            config.rms_norm_eps,
-            len(config.captured_layers),
-            config.feature_size,
-        )
+        d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
+        read = config.feature_size
         inputs = captured * read if captured else 2 * d
         self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias)
         self.midlayer = _Layer(config)
