@@ -28,16 +28,8 @@ if TYPE_CHECKING:  # --help needs none of it
     from rich.console import Console
 
 # A path that cannot be used, whether our code or a library's reads or writes there.
-_UNUSABLE = (
-    errno.EACCES,
-    errno.EROFS,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-)
+_FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
+_UNUSABLE = (*_FORBIDDEN, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
 _INTERRUPTED = "interrupted; files already written are whole"
 

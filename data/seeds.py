@@ -19,12 +19,8 @@ from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
-CUT, REPETITIVE, DUPLICATE, SHORT = (
-    "user's turn cut",
-    "user's turn repetitive",
-    "user's turn duplicate",
-    "user's turn short",
-)
+CUT, REPETITIVE = "user's turn cut", "user's turn repetitive"
+DUPLICATE, SHORT = "user's turn duplicate", "user's turn short"
 REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
 WRITTEN = "target"  # source of the conversations that the model begins itself
 # A character of a script that is written without spaces counts as a word.

@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 Split = Literal["train", "validation", "test"]
-Form = Literal["text", "chat"]
 
-_SKIPPED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "_vendor",
-    "vendor",
-    "encodings",  # tables of bytes
-}
+# Of "encodings", the files are tables of bytes.
+_SKIPPED = set("site-packages dist-packages test tests idle_test __pycache__ _vendor vendor encodings".split())
 _SHARED_LINES = 0.3  # a training file that shares this part of its lines with one held-out file counts as its copy
 
 

@@ -145,14 +145,12 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
     prompt = "def read_config(path):"
     if getattr(target.tokenizer, "chat_template", None):
         prompt = "Write a Python function that adds two numbers."
-    adapted = (
-        ""
-        if not target.adapter
-        else f"""
+    adapted = ""
+    if target.adapter:
+        adapted = f"""
 The adapter in `{target.adapter}/` is part of it: it was trained with the drafter and is merged into the target that is
 loaded, so that the output is that of the target so changed.
 """
-    )
     return f"""{whose.front_matter(licence, drafter_type)}
 # {name}: a drafter of type {drafter_type} for {whose.name}
 
@@ -310,19 +308,9 @@ def part_folders(folder: Path) -> list[str]:
 
 
 _FILES = (
-    "config.json",
-    "model.safetensors",
-    "tree.json",
-    "README.md",
-    "recipe.yaml",
-    "provenance.json",
-    "metrics.jsonl",
-    TEMPLATE,
-    "report.json",
-    "report.png",
-    "medusa_lm_head.safetensors",
-    "serving.json",
-)
+    "config.json model.safetensors tree.json README.md recipe.yaml provenance.json metrics.jsonl report.json "
+    f"report.png medusa_lm_head.safetensors serving.json {TEMPLATE}"
+).split()
 
 
 def push(folder: Path, repository: str, private: bool) -> str:

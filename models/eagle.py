@@ -106,16 +106,14 @@ class EagleConfig:
             raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
         if self.version == 1 and self.norm_before_residual:
             raise ValueError("field 'norm_before_residual': EAGLE-1 has no norm before its layer")
-        if (width := self.target_hidden_size) is not None:
-            if type(width) is not int or width < 1:
-                raise ValueError(
-                    f"field 'target_hidden_size' is {width!r}; it has to be a whole number above 0, or null"
-                )
-            if self.version == 1 or not self.own_embeddings or self.projection == "shared":
-                raise ValueError(
-                    "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an "
-                    "LM head of its own"
-                )
+        width = self.target_hidden_size
+        if width is not None and (type(width) is not int or width < 1):
+            raise ValueError(f"field 'target_hidden_size' is {width!r}; it has to be a whole number above 0, or null")
+        if width is not None and (self.version == 1 or not self.own_embeddings or self.projection == "shared"):
+            raise ValueError(
+                "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an LM "
+                "head of its own"
+            )
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -393,8 +391,8 @@ class Eagle(nn.Module):
             chosen = places
         else:
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
-            q, residual, positions = q.transpose(1, 2)[at].transpose(1, 2), residual[at], positions[at]
-            hidden = hidden[at]
+            q = q.transpose(1, 2)[at].transpose(1, 2)
+            residual, positions, hidden = residual[at], positions[at], hidden[at]
         mask = chosen[:, :, None] >= places[:, None]  # [B, P, T]
         if segment is not None:
             mask = mask & (segment.gather(1, chosen)[:, :, None] == segment[:, None])

@@ -233,11 +233,8 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
         options = json.dumps({"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": count})
         if to == "vllm":
             return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
-        return (
-            "programs that read the published layout",
-            "medusa",
-            f"# {count} heads, files as FasterDecoding/Medusa has",
-        )
+        files = f"# {count} heads, files as FasterDecoding/Medusa has"
+        return "programs that read the published layout", "medusa", files
     version = source.drafter.config.version
     method = "eagle3" if version == 3 else "eagle"
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
@@ -255,9 +252,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     tree = source.folder / "tree.json"
     shape = json_object(tree).get("dynamic") if tree.exists() else None
     if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
-        commands += (
-            f"\n# or the dynamic tree that was calibrated:{sglang(shape['depth'], shape['top_k'], shape['nodes'])}"
-        )
+        dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
+        commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
     if version == 1:
         return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
     return "vLLM and SGLang", method, vllm + commands

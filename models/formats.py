@@ -369,10 +369,8 @@ def _medusa_shapes(c: MedusaConfig) -> Shapes:
     d, shapes = c.hidden_size, Shapes()
     for k in range(c.num_draft_heads):
         for layer in range(c.num_layers):
-            shapes[f"{k}.{layer}.linear.weight"], shapes[f"{k}.{layer}.linear.bias"] = (
-                ((d, d), "float"),
-                ((d,), "float"),
-            )
+            shapes[f"{k}.{layer}.linear.weight"] = (d, d), "float"
+            shapes[f"{k}.{layer}.linear.bias"] = (d,), "float"
         shapes[f"{k}.{c.num_layers}.weight"] = (c.vocab_size, d), "float"
     return shapes
 

@@ -50,12 +50,6 @@ class MedusaConfig:
         return asdict(self)
 
 
-def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
-    """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its device
-    (a spread target's may be another one)."""
-    return apply_linear(lm_head, features.to(next(lm_head.parameters()).dtype)).to(features.device)
-
-
 class MedusaHeads(nn.Module):
     """All K heads, with stacked weights, so that one batched product computes all of them.
 
@@ -171,7 +165,9 @@ class MedusaHeads(nn.Module):
         return features @ own.transpose(1, 2)
 
     def _shared(self, features: Tensor, draft_head: nn.Module) -> Tensor:
-        logits = _project(features, draft_head)
+        """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its
+        device (a spread target's may be another one)."""
+        logits = apply_linear(draft_head, features.to(next(draft_head.parameters()).dtype)).to(features.device)
         assert logits.shape[-1] == self.config.outputs, "these are the LM head's logits; draft_head takes its rows"
         return logits
 

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.common.files import json_object, locked, replacing, write_json
+from draftsmith.models import stored
 from draftsmith.models.precision import say
-from draftsmith.models.stored import (
-    PICKLE,
-    SINGLE,
-    STAMP,
-    check_safetensors,
-    conversions,
-    converting,
-    save_tensors,
-    weight_files,
-)
 
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # copied with converted weights
 
@@ -38,7 +29,7 @@ def converted(folder: Path, files: list[Path]) -> Path:
         "folder": str(folder),
         "files": {name: [str((folder / name).resolve()), s.st_size, s.st_mtime_ns] for name, s in facts.items()},
     }
-    copy = conversions("models") / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    copy = stored.conversions("models") / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
     with locked(copy.with_name(f"{copy.name}.lock")):
         if not _is_whole(copy, stamp):
             size = sum(s.st_size for s in facts.values())
@@ -46,9 +37,9 @@ def converted(folder: Path, files: list[Path]) -> Path:
                 f"{folder}: pickled weights ({len(files)} files, {size / 1e9:,.2f} GB), read as tensors only and "
                 f"converted once to safetensors in {copy}"
             )
-            with converting(copy, size, folder, announcement):
+            with stored.converting(copy, size, folder, announcement):
                 _write(files, copy)
-                write_json(copy / STAMP, stamp)  # last, since a copy without it is not used
+                write_json(copy / stored.STAMP, stamp)  # last, since a copy without it is not used
         _copy_beside(folder, copy)
     return copy
 
@@ -56,10 +47,10 @@ def converted(folder: Path, files: list[Path]) -> Path:
 def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
     """Whether a safetensors copy was made from these files and is still complete."""
     try:
-        if json_object(copy / STAMP) != stamp:
+        if json_object(copy / stored.STAMP) != stamp:
             return False
-        weight_files(copy)
-        check_safetensors(copy)
+        stored.weight_files(copy)
+        stored.check_safetensors(copy)
     except (OSError, ValueError):
         return False
     return True
@@ -71,19 +62,19 @@ def _write(files: list[Path], copy: Path) -> None:
     written: dict[str, str] = {}
     total = 0
     for number, file in enumerate(files, 1):
-        tensors, name = read_pickle(file), SINGLE
+        tensors, name = read_pickle(file), stored.SINGLE
         if len(files) > 1:
             say(f"  {number}/{len(files)} {file.name}")
             name = f"model-{number:05}-of-{len(files):05}.safetensors"
         repeated = sorted(written.keys() & tensors.keys())
         if repeated:
             raise ValueError(f"{file}: holds tensor '{repeated[0]}', which another file holds too; fetch it again")
-        save_tensors(_alone(tensors), copy / name)
+        stored.save_tensors(_alone(tensors), copy / name)
         written |= dict.fromkeys(tensors, name)
         total += sum(t.numel() * t.element_size() for t in tensors.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
-        write_json(copy / f"{SINGLE}.index.json", index)
+        write_json(copy / f"{stored.SINGLE}.index.json", index)
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
@@ -124,7 +115,7 @@ def _copy_beside(folder: Path, copy: Path) -> None:
     """Copy config, tokenizer and code beside the converted weights, where they changed."""
 
     def small(where: Path) -> set[str]:
-        kept = {f"{SINGLE}.index.json", f"{PICKLE}.index.json", STAMP}
+        kept = {f"{stored.SINGLE}.index.json", f"{stored.PICKLE}.index.json", stored.STAMP}
         return {f.name for f in where.iterdir() if f.suffix in _BESIDE and f.is_file() and f.name not in kept}
 
     for name in small(folder):

@@ -294,11 +294,8 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
             continue
         if block:
             head, layer, kind = (group for group in block.groups() if group is not None)
-            name, heads, layers = (
-                f"{head}.{layer}.linear.{kind}",
-                max(heads, int(head) + 1),
-                max(layers, int(layer) + 1),
-            )
+            name = f"{head}.{layer}.linear.{kind}"
+            heads, layers = max(heads, int(head) + 1), max(layers, int(layer) + 1)
         elif last:
             name = f"{last[1] or last[2]}.projection"
         found[name], named[name] = tensor, old
