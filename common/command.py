@@ -276,12 +276,11 @@ def recipe_parser(
     return parser
 
 
-def make_console(width: int | None = None) -> "Console":
-    """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped.
-    ``width``: columns of a table; the terminal's, or 80 without a terminal, if left out."""
+def make_console() -> "Console":
+    """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def available_cores() -> int:

@@ -38,7 +38,7 @@ from draftsmith.models.vocabulary import check_projection, check_size, check_who
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 
-_SIZES = (
+SIZES = (
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
 ).split()
 _LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
@@ -87,7 +87,7 @@ class EagleConfig:
         if self.version not in (1, 3):
             raise ValueError(f"field 'version' is {self.version!r}; it has to be 1 or 3")
         check_projection(self.projection)
-        check_whole(self, _SIZES)
+        check_whole(self, SIZES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"field 'num_attention_heads' is {self.num_attention_heads}; it has to be a multiple of "
@@ -180,7 +180,7 @@ class EagleConfig:
             tie_word_embeddings=False,
             rms_norm_eps=self.rms_norm_eps,
             rope_parameters=dict(self.rope_parameters),
-            **{name: getattr(self, name) for name in _SIZES},
+            **{name: getattr(self, name) for name in SIZES},
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.common.files import json_object
-from draftsmith.models.eagle import Eagle, EagleConfig
+from draftsmith.models.eagle import SIZES, Eagle, EagleConfig
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import safetensors_header
 from draftsmith.models.target import Target
@@ -133,15 +133,9 @@ def _llama(source: Source) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
+        **{name: getattr(c, name) for name in SIZES},
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "rope_parameters": c.rope_parameters,
@@ -195,10 +189,7 @@ def _fields(c: EagleConfig) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
+        **{name: getattr(c, name) for name in SIZES},
         "rms_norm_eps": c.rms_norm_eps,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rope_parameters": c.rope_parameters,
