@@ -28,16 +28,8 @@ if TYPE_CHECKING:  # --help needs none of it
     from rich.console import Console
 
 # A path that cannot be used, whether our code or a library's reads or writes there.
-_UNUSABLE = (
-    errno.EACCES,
-    errno.EROFS,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-)
+_FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
+_UNUSABLE = (*_FORBIDDEN, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
 _INTERRUPTED = "interrupted; files already written are whole"
 
@@ -192,10 +184,7 @@ def slow_imports() -> Iterator[None]:
 def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoReturn:
     """Run ``main`` and exit with its code. What the user can correct is one line on stderr; other errors keep their
     traceback.
-
-    Args:
-        resumable: the command has ``--resume``, which is the advice after a full disk.
-    """
+    ``resumable``: the command has ``--resume``, which is the advice after a full disk."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
     _escape_unencodable()
     _refuse_other_checkout()
@@ -272,11 +261,9 @@ def recipe_parser(
     dry_run: str = "print what it would cost; train nothing",
 ) -> argparse.ArgumentParser:
     """The command line of a command that reads a recipe.
-
-    Args:
-        recipe, override: examples.
-        tiny, resume, restart, dry_run: help of these flags; without ``tiny`` the command has none of them.
-    """
+    ``recipe``, ``override``: examples.
+    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags; without ``tiny`` the command has none of
+    them."""
     parser = CommandLine(description)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")
@@ -289,15 +276,11 @@ def recipe_parser(
     return parser
 
 
-def make_console(width: int | None = None) -> "Console":
-    """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped.
-
-    Args:
-        width: columns of a table; the terminal's, or 80 without a terminal, if left out.
-    """
+def make_console() -> "Console":
+    """A console on stdout that prints text as it is: no markup, no emoji, no highlighted numbers, no line wrapped."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def available_cores() -> int:

@@ -45,12 +45,7 @@ def scalar(text: str) -> Any:
 
 def _document(text: str) -> Any:
     """The single YAML document in ``text``, as plain values. An alias is a copy of its anchor's value, so that an
-    override changes only one of them.
-
-    Raises:
-        yaml.YAMLError: it is no YAML, or uses what recipes do not allow: tags, merge keys, keys that are no text, a key
-            given twice, a second document, too many values.
-    """
+    override changes only one of them."""
     events: Iterator[Any] = yaml.parse(text, yaml.SafeLoader)
     anchors: dict[str, tuple[Any, int]] = {}  # the value, and the number of values in it
     count = 0
@@ -268,10 +263,7 @@ def _first_unknown(content: typing.Any, section: Schema, schema: Schema) -> tupl
 def check_recipe(args: argparse.Namespace) -> None:
     """For ``before_imports``: that the recipe can be read, and that its keys exist, as far as the schema beside the
     recipes says; what it holds is checked once the script's sections are known.
-
-    Raises:
-        FileNotFoundError, ValueError: one line each.
-    """
+    Raises FileNotFoundError, ValueError: one line each."""
     text, content = read_content(args.recipe, args.overrides)
     script = Path(sys.argv[0])
     try:

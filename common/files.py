@@ -31,10 +31,7 @@ def _named(path: Path, error: BaseException) -> BaseException:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Write a file whole or not at all: inside, write to the yielded path; it becomes ``path`` when the block ends.
-
-    Raises:
-        OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
-    """
+    Raises OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -51,10 +48,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Write several files, all or none: inside, write to the yielded folder; afterwards its files replace those of the
     same name in ``folder``, which is created if missing and keeps its other files.
-
-    Raises:
-        OSError: as :func:`replacing`.
-    """
+    Raises OSError: as :func:`replacing`."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / ".new.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -74,13 +68,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 def append(path: Path, line: str, sync: bool = False) -> None:
     """Append a line of UTF-8 text; a write that fails leaves the file as it was.
-
-    Args:
-        sync: the line is on the disk when this returns.
-
-    Raises:
-        OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``.
-    """
+    ``sync``: the line is on the disk when this returns.
+    Raises OSError: it cannot be written, or the disk is full; its ``filename`` is ``path``."""
     unwritten = memoryview((line + "\n").encode("utf-8", "replace"))
     try:
         with path.open("ab", buffering=0) as file:
@@ -106,15 +95,9 @@ def cache_folder() -> Path:
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock file, created if missing, for this process alone; it is released when the process ends or is killed.
-
-    Args:
-        wait: until the process that holds it releases it.
-
-    Raises:
-        filelock.Timeout: another process holds it, and ``wait`` is False.
-        ValueError: the file system has no locks.
-        OSError: the lock file cannot be written.
-    """
+    ``wait``: until the process that holds it releases it.
+    Raises filelock.Timeout: another process holds it, and ``wait`` is False. ValueError: the file system has no locks.
+    OSError: the lock file cannot be written."""
     from filelock import FileLock
 
     try:
@@ -132,16 +115,11 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 def check_folder(option: str, folder: Path | None, own: Mapping[str, str] | None = None) -> None:
     """Make a folder for results and try to write there; None is skipped.
-
-    Args:
-        option: of the command line, for the error.
-        own: file that will be written there → a field that it has where this command wrote it. Such a file with
-            another content is somebody else's.
-
-    Raises:
-        ValueError: it is the current folder, it cannot be made, nothing can be written there, or somebody else's file
-            would be overwritten.
-    """
+    ``option``: of the command line, for the error.
+    ``own``: file that will be written there → a field that it has where this command wrote it. Such a file with another
+    content is somebody else's.
+    Raises ValueError: it is the current folder, it cannot be made, nothing can be written there, or somebody else's
+    file would be overwritten."""
     if folder is not None:
         check_own(option, folder, own or {})
         _check_writable(option, folder)
@@ -149,10 +127,7 @@ def check_folder(option: str, folder: Path | None, own: Mapping[str, str] | None
 
 def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
     """The part of :func:`check_folder` that makes nothing.
-
-    Raises:
-        ValueError: it is the current folder, or somebody else's file would be overwritten.
-    """
+    Raises ValueError: it is the current folder, or somebody else's file would be overwritten."""
     if folder == Path():
         raise ValueError(f"{option} '{folder}': is the current folder; name one for what is written")
     for name, field in own.items():
@@ -165,13 +140,8 @@ def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
 
 def check_file(option: str, file: Path | None, *suffixes: str) -> None:
     """Make the folder of a file for results and try to write there; None is skipped.
-
-    Args:
-        suffixes: that it may have, so that no file of another kind is replaced; ``.json`` if left out.
-
-    Raises:
-        ValueError: it is a folder, has another suffix, or nothing can be written there.
-    """
+    ``suffixes``: that it may have, so that no file of another kind is replaced; ``.json`` if left out.
+    Raises ValueError: it is a folder, has another suffix, or nothing can be written there."""
     if file is None:
         return
     suffixes = suffixes or (".json",)
@@ -220,14 +190,9 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_text(path: Path, what: str = "file") -> str:
     """UTF-8 text; a byte order mark at its beginning is no part of it.
-
-    Args:
-        what: the kind of file, for the error: «there is no such …».
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such file, it is a folder, or not UTF-8.
-        OSError: it cannot be read.
-    """
+    ``what``: the kind of file, for the error: «there is no such …».
+    Raises FileNotFoundError, ValueError: there is no such file, it is a folder, or not UTF-8. OSError: it cannot be
+    read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -240,13 +205,8 @@ def read_text(path: Path, what: str = "file") -> str:
 
 def parse_json(text: str | bytes, where: str) -> Any:
     """A JSON value.
-
-    Args:
-        where: file, or file and line, for the error.
-
-    Raises:
-        ValueError: it is no JSON, is nested too deeply, or one of its strings holds half of a surrogate pair.
-    """
+    ``where``: file, or file and line, for the error.
+    Raises ValueError: it is no JSON, is nested too deeply, or one of its strings holds half of a surrogate pair."""
     try:
         value = json.loads(text)
     except UnicodeDecodeError as error:

@@ -1,7 +1,6 @@
 """Progress bar of every command; without a terminal a line now and then."""
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -56,9 +55,7 @@ class ProgressBar:
             self.console.print(f"{self.what} …", markup=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def __call__(self, done: float, note: str = "") -> None:

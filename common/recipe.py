@@ -51,11 +51,7 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str, overrid
 def read_recipe(path: str | Path, recipe: type[S], overrides: typing.Sequence[str] = ()) -> S:
     """Read ``path`` as a ``recipe``; ``overrides`` are ``section.field=value`` (the value is YAML; ``a.0.b`` reaches
     into lists).
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: one line with file, field and the nearest valid key.
-    """
+    Raises FileNotFoundError: there is no such file. ValueError: one line with file, field and the nearest valid key."""
     text, content = read_content(path, overrides)
     try:
         return recipe.model_validate(content)

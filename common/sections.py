@@ -332,10 +332,7 @@ class Stage(Section):
 
     def with_rows(self, rows: int) -> Self:
         """The stage with steps in place of epochs, which are passes over so many rows.
-
-        Raises:
-            ValueError: these are too many.
-        """
+        Raises ValueError: these are too many."""
         if self.epochs is None:
             return self
         steps = math.ceil(self.epochs * rows / self.batch.sequences)

@@ -70,10 +70,7 @@ def train_tokenizer(corpus: list[Source], vocab_size: int, max_position: int) ->
 
 def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: float) -> list[list[int]]:
     """The token ids of each document.
-
-    Raises:
-        ValueError: more than a share of ``max_skipped`` of the rows cannot be used.
-    """
+    Raises ValueError: more than a share of ``max_skipped`` of the rows cannot be used."""
     skipped = Skipped()
     documents, found = list(texts(source, tokenizer, skipped)), list[list[int]]()
     skipped.check(source.source, max_skipped)
@@ -88,11 +85,7 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: floa
 
 
 def check_ends(where: str, vocabulary: Collection[str]) -> None:
-    """Refuse a tokenizer without our end tokens.
-
-    Raises:
-        ValueError: its vocabulary lacks one.
-    """
+    """Refuse a tokenizer without our end tokens. Raises ValueError: its vocabulary lacks one."""
     missing = {END_OF_TEXT, END_OF_TURN} - set(vocabulary)
     if missing:
         raise ValueError(
@@ -102,10 +95,8 @@ def check_ends(where: str, vocabulary: Collection[str]) -> None:
 
 def other_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     """The tokenizer of another model, for a model of ``vocab_size`` entries.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it lacks our end tokens, or the model has no room for all of it.
-    """
+    Raises FileNotFoundError, ValueError: there is none, it lacks our end tokens, or the model has no room for all of
+    it."""
     where, folder = f"tokenizer={name}", resolve_folder(name)
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no tokenizer there (tokenizer.json)")

@@ -46,10 +46,7 @@ class _Generation(jinja2.ext.Extension):
 @cache
 def check_template(template: str, where: str = "data.template") -> None:
     """Check a chat template's syntax, before anything slow.
-
-    Raises:
-        ValueError: it is no Jinja template; the message names the line.
-    """
+    Raises ValueError: it is no Jinja template; the message names the line."""
     if len(template) > _LARGEST_TEMPLATE:
         raise ValueError(f"{where}: {len(template):,} characters; a chat template has a few thousand")
     try:
@@ -67,10 +64,7 @@ def check_template(template: str, where: str = "data.template") -> None:
 
 def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
     """The template that renders chats: the recipe's, else the tokenizer's own.
-
-    Raises:
-        ValueError: there is none, or it is no Jinja template.
-    """
+    Raises ValueError: there is none, or it is no Jinja template."""
     own_template = tokenizer.chat_template
     own_template = own_template.get("default") if isinstance(own_template, dict) else own_template  # some have several
     if template is None and not isinstance(own_template, str):
@@ -84,9 +78,7 @@ def with_arguments(template: str, arguments: Mapping[str, bool | int | float | s
     """A template in which arguments have these values, as ``apply_chat_template(…, enable_thinking=False)`` would give
     them: one text, the same wherever chats are rendered.
 
-    Args:
-        arguments: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through.
-    """
+    ``arguments``: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through."""
     values = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items())
     return f"{values}{{{{ '' }}}}{template}"  # a line break behind a block would be dropped, behind an expression not
 
@@ -95,10 +87,8 @@ def apply_template(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, **options: Any
 ) -> Any:
     """Apply a chat template to a chat, by ``tokenizer.apply_chat_template``.
-
-    Raises:
-        UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise anything.
-    """
+    Raises UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise
+    anything."""
     try:
         return tokenizer.apply_chat_template(cast(Any, messages), chat_template=template, **options)
     except MemoryError:
@@ -116,10 +106,7 @@ def encode_user_turn(
 ) -> tuple[list[int], str]:
     """The prompt from which a model writes the user's next turn: the token ids of the conversation, rendered up to the
     beginning of that turn's text; and the first word of what the template writes after the text, where the turn ends.
-
-    Raises:
-        UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is.
-    """
+    Raises UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is."""
     mark = "Zq7Uw3Xk"  # a text that no template has
     turn: Message = {"role": "user", "content": mark}
     text = str(apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True))
@@ -135,10 +122,7 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids of a prompt: a text to be continued, with the special tokens that the tokenizer adds, or a
     conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's turn.
-
-    Raises:
-        UnusableRow: there is no template, or it refuses the conversation or fails on it.
-    """
+    Raises UnusableRow: there is no template, or it refuses the conversation or fails on it."""
     if isinstance(prompt, str):
         return list(cast(list[int], tokenizer(prompt, verbose=False)["input_ids"]))
     return _ids(tokenizer, str(apply_template(prompt, tokenizer, template, add_generation_prompt=True, tokenize=False)))
@@ -152,15 +136,10 @@ def encode(
     finish_reasons: Sequence[str] = (),
 ) -> Sample:
     """Token ids with the label mask, cut at ``max_length`` (never dropped).
-
-    Args:
-        finish_reasons: why each of the assistant's turns ended, if known: after one that was cut ("length") the
-            template's end token is not a label, since the assistant did not write it.
-
-    Raises:
-        UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
-        ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one.
-    """
+    ``finish_reasons``: why each of the assistant's turns ended, if known: after one that was cut ("length") the
+    template's end token is not a label, since the assistant did not write it.
+    Raises UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
+    ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one."""
     if isinstance(content, str):
         ids = _ids(tokenizer, content)
         sample = Sample(ids, [True] * len(ids))

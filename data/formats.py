@@ -46,10 +46,7 @@ class Turns:
 def read_sample(row: Any) -> str | list[Message] | Completion:
     """A row to train on: a document, a conversation or a completion. Messages of the assistant before anyone has asked
     are dropped (cut ShareGPT conversations begin with them).
-
-    Raises:
-        UnusableRow: none of the known formats, malformed, or a conversation without a message of the user.
-    """
+    Raises UnusableRow: none of the known formats, malformed, or a conversation without a message of the user."""
     fields = _fields(row)
     chat = _conversation(fields)
     if chat is None and "prompt" in fields and "completion" in fields:
@@ -70,10 +67,7 @@ def read_sample(row: Any) -> str | list[Message] | Completion:
 def read_prompt(row: Any) -> str | list[Message] | Turns:
     """A row that asks something: a text, a conversation (with the assistant's messages, if it has any), or the user's
     turns. A ``completion`` beside a prompt is ignored.
-
-    Raises:
-        UnusableRow: none of the known formats, malformed, or empty.
-    """
+    Raises UnusableRow: none of the known formats, malformed, or empty."""
     fields = _fields(row)
     chat = _conversation(fields)
     if chat is not None:

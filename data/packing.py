@@ -17,13 +17,8 @@ from draftsmith.data.rows import Skipped
 
 def pack(documents: Sequence[Sequence[int]], length: int, separator: int) -> torch.Tensor:
     """Join documents with ``separator`` and cut the stream into rows; an incomplete last row is dropped.
-
-    Returns:
-        ``[S, length]`` int32 (large enough for vocabularies, half the memory of int64).
-
-    Raises:
-        ValueError: the documents do not fill one row.
-    """
+    Returns ``[S, length]`` int32 (large enough for vocabularies, half the memory of int64).
+    Raises ValueError: the documents do not fill one row."""
     stream: list[int] = []
     for document in documents:
         stream.extend(document)
@@ -86,10 +81,7 @@ class Tokenized:
 class Rows:
     """Samples as rows. With ``share``, a row has ``length`` tokens and several samples (best fit, longest first);
     otherwise one sample, and the length of the longest.
-
-    Raises:
-        ValueError: there is no sample, or one is longer than a row.
-    """
+    Raises ValueError: there is no sample, or one is longer than a row."""
 
     def __init__(self, samples: Tokenized, length: int, *, share: bool) -> None:
         sizes = np.diff(samples.starts)

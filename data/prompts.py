@@ -83,10 +83,7 @@ def prompts(
     Every module gives one window before any gives a second one. A window whose text does not encode to the same tokens
     again (it ends inside a character, or its last token would merge with the next) is skipped. Special tokens that the
     tokenizer adds are counted.
-
-    Raises:
-        ValueError: the split has fewer than ``count`` windows.
-    """
+    Raises ValueError: the split has fewer than ``count`` windows."""
     rng = random.Random(seed)
     modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in sources.documents(source, split)]
     rng.shuffle(modules)
@@ -127,14 +124,10 @@ def evaluation_prompts(
     name: str, count: int, seed: int, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
 ) -> list[evaluation.EvaluationPrompt]:
     """``count`` prompts of an evaluation set, the same for the same arguments.
-
-    Args:
-        tokenizer: only prompts whose messages have at most ``most_tokens`` tokens, without the chat template's; all if
-            left out.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`draftsmith.data.evaluation.load`; or there are fewer such prompts.
-    """
+    ``tokenizer``: only prompts whose messages have at most ``most_tokens`` tokens, without the chat template's; all if
+    left out.
+    Raises FileNotFoundError, ValueError: as :func:`draftsmith.data.evaluation.load`; or there are fewer such
+    prompts."""
     chosen = evaluation.load(name)
     if tokenizer is not None:
         texts = ["".join(message["content"] for message in prompt.messages) for prompt in chosen]

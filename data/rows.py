@@ -66,14 +66,9 @@ class Skipped:
 
     def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
-
-        Args:
-            max_share: the share of rows that may be skipped; one row always may be, unless this is 0.
-            rows: number of rows that the share refers to, if the source is known to have more than were read.
-
-        Raises:
-            ValueError: more rows were skipped; the message has the reasons.
-        """
+        ``max_share``: the share of rows that may be skipped; one row always may be, unless this is 0.
+        ``rows``: number of rows that the share refers to, if the source is known to have more than were read.
+        Raises ValueError: more rows were skipped; the message has the reasons."""
         if self.count > max(max_share * max(rows, self.rows), 1 if max_share else 0):
             raise ValueError(
                 f"data source '{source}': {self}. That is more than data.max_skipped={max_share:g} of them; correct "
@@ -104,10 +99,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
     """The rows of a source, each with its place, and a text that changes when they do. Of a streamed source they begin
     after the first ``skip`` ones, and the text changes only with the source's description. A row that cannot be parsed
     is an :class:`UnusableRow`.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such source, or it cannot be read.
-    """
+    Raises FileNotFoundError, ValueError: there is no such source, or it cannot be read."""
     if source.installed:
         split = cast(sources.Split, source.split)
         known = f"{source.form} {sources.fingerprint([(source.source, split)])}"
@@ -206,11 +198,7 @@ def _stored(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _elements(text: str, path: Path) -> Iterator[Any]:
-    """Parse a JSON array element by element.
-
-    Raises:
-        ValueError: a part of it is no JSON, so that the next element cannot be found.
-    """
+    """Parse a JSON array element by element."""
 
     def after_space(at: int) -> int:
         space = _SPACE.match(text, at)

@@ -19,12 +19,8 @@ from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
-CUT, REPETITIVE, DUPLICATE, SHORT = (
-    "user's turn cut",
-    "user's turn repetitive",
-    "user's turn duplicate",
-    "user's turn short",
-)
+CUT, REPETITIVE = "user's turn cut", "user's turn repetitive"
+DUPLICATE, SHORT = "user's turn duplicate", "user's turn short"
 REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
 WRITTEN = "target"  # source of the conversations that the model begins itself
 # A character of a script that is written without spaces counts as a word.
@@ -63,10 +59,7 @@ def written_seeds(count: int) -> list[Seed]:
 def read_seed(row: Any) -> tuple[Message, ...]:
     """The user's and the system's messages of a row, up to the last one of the user and before the first result of a
     tool, which belongs to a call that the target has not made.
-
-    Raises:
-        UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing.
-    """
+    Raises UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing."""
     content = read_prompt(row)
     texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
     chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
@@ -80,13 +73,8 @@ def read_seed(row: Any) -> tuple[Message, ...]:
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
     """The seeds of all sources in their order, and the rows that were skipped.
-
-    Args:
-        max_skipped: the share of a source's rows that may be skipped.
-
-    Raises:
-        FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them.
-    """
+    ``max_skipped``: the share of a source's rows that may be skipped.
+    Raises FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them."""
     result: list[Seed] = []
     seen: Counter[str] = Counter()
     total = Skipped()
@@ -121,10 +109,7 @@ class RequestFailed(Exception):
 
 class WrittenTurns:
     """Filter for user turns that the model writes: kept are complete ones, not too short, not repetitive, and new.
-
-    Args:
-        known: first turns of the conversations that are there already.
-    """
+    ``known``: first turns of the conversations that are there already."""
 
     SHORTEST = 3  # words
     DISTINCT = 0.5  # smallest share of distinct words

@@ -30,14 +30,9 @@ def remove_own(folder: Path) -> None:
 
 def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Shards":
     """Open a run's folder with the conversations that are in it already.
-
-    Args:
-        decides: all settings that the answers depend on, by the recipe's fields.
-        restart: delete the conversations.
-
-    Raises:
-        ValueError: the folder holds another kind of run, or answers to another recipe.
-    """
+    ``decides``: all settings that the answers depend on, by the recipe's fields.
+    ``restart``: delete the conversations.
+    Raises ValueError: the folder holds another kind of run, or answers to another recipe."""
     manifest = folder / "manifest.json"
     if not manifest.exists():
         if (folder / "recipe.yaml").exists() or any(folder.glob("shard-*.jsonl")):

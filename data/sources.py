@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 Split = Literal["train", "validation", "test"]
-Form = Literal["text", "chat"]
 
-_SKIPPED = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "_vendor",
-    "vendor",
-    "encodings",  # tables of bytes
-}
+# Of "encodings", the files are tables of bytes.
+_SKIPPED = set("site-packages dist-packages test tests idle_test __pycache__ _vendor vendor encodings".split())
 _SHARED_LINES = 0.3  # a training file that shares this part of its lines with one held-out file counts as its copy
 
 
@@ -49,12 +39,7 @@ def split_of(path: str) -> Split:
 
 
 def _root(source: str) -> Path:
-    """The folder of a source's modules.
-
-    Raises:
-        FileNotFoundError: the package is not installed, or is a single module.
-        ValueError: the name is not one to import.
-    """
+    """The folder of a source's modules."""
     if source == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     name = source.removeprefix("package:")
@@ -148,11 +133,7 @@ def _is_copy(document: Document) -> bool:
 def documents(source: str, split: Split = "train") -> tuple[Document, ...]:
     """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path. ``readmes`` has only a test
     split: the installed packages' descriptions.
-
-    Raises:
-        FileNotFoundError: the package is not installed.
-        ValueError: the split is empty.
-    """
+    Raises FileNotFoundError: the package is not installed. ValueError: the split is empty."""
     if source == "readmes":
         chosen = _readmes() if split == "test" else []
     else:

@@ -30,14 +30,9 @@ _VERSION = "4"  # of the encoding; to be raised with every change of the results
 
 def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """The chat template of a recipe's section, with its ``template_arguments``; None for the tokenizer's own.
-
-    Args:
-        data: the section ``data`` of a training recipe or of one for distillation.
-        tokenizer: None for a target that renders no chats.
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: as :func:`read_template`; or there are arguments and no template.
-    """
+    ``data``: the section ``data`` of a training recipe or of one for distillation.
+    ``tokenizer``: None for a target that renders no chats.
+    Raises FileNotFoundError, ValueError, OSError: as :func:`read_template`; or there are arguments and no template."""
     template = read_template(data.template)
     if not data.template_arguments or tokenizer is None:
         return template
@@ -47,12 +42,8 @@ def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | 
 def read_template(template: str | None) -> str | None:
     """The text of a recipe's ``data.template``: itself, or the content of the file of that name (also inside this
     project).
-
-    Raises:
-        FileNotFoundError: it is neither a template nor the name of a file.
-        ValueError: it is no Jinja template.
-        OSError: the file cannot be read.
-    """
+    Raises FileNotFoundError: it is neither a template nor the name of a file. ValueError: it is no Jinja template.
+    OSError: the file cannot be read."""
     if template is None:
         return None
     if "{%" in template or "{{" in template:
@@ -70,12 +61,8 @@ def read_template(template: str | None) -> str | None:
 def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A source's samples. The first process encodes them and caches them by a hash of everything they depend on; other
     processes wait for it.
-
-    Raises:
-        FileNotFoundError, ValueError: the source cannot be read, or too many of its rows cannot be used or have no
-            label; the cache cannot be written.
-        OSError: the disk is full.
-    """
+    Raises FileNotFoundError, ValueError: the source cannot be read, or too many of its rows cannot be used or have no
+    label; the cache cannot be written. OSError: the disk is full."""
     template = template_for(data, tokenizer)
     source_rows, known = rows(source)
     source_rows = itertools.islice(source_rows, source.limit)
@@ -137,10 +124,7 @@ def encoded(
     template: str | None,
 ) -> Tokenized:
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
-
-    Raises:
-        ValueError: an error of all rows.
-    """
+    Raises ValueError: an error of all rows."""
 
     def read(row: Mapping[str, Any]) -> Sample:
         reasons = row.get("finish_reason")
@@ -159,13 +143,8 @@ def encoded(
 
 def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokenized:
     """Refuse a source with too many unusable rows or too many samples without a label; returns the samples, with those.
-
-    Args:
-        of: number of rows that the shares refer to, if the source is known to have more than these.
-
-    Raises:
-        ValueError: there are too many of either, or there is no sample at all.
-    """
+    ``of``: number of rows that the shares refer to, if the source is known to have more than these.
+    Raises ValueError: there are too many of either, or there is no sample at all."""
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:
         why = f"has no row left: {samples.skipped}" if samples.skipped.count else "is empty"

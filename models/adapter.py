@@ -48,10 +48,7 @@ def untie(target: Target) -> None:
 def add_lora(target: Target, r: int, alpha: float, dropout: float, modules: Sequence[str]) -> None:
     """Add LoRA adapters (arXiv 2106.09685) to the target's linear layers of these names; B is zero, so the output is
     unchanged at first. Only the adapters train. A tied ``lm_head`` is untied first.
-
-    Raises:
-        ValueError: the target has no linear layer of one of the names.
-    """
+    Raises ValueError: the target has no linear layer of one of the names."""
     with _quietly():
         from peft import LoraConfig, inject_adapter_in_model  # seconds to import, and only joint training needs it
         from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -90,10 +87,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def write_adapter(folder: Path, target: Target, dtype: str = "float32") -> None:
     """Write ``folder/adapter`` in peft's format and in a dtype, each file whole or not at all, and include it in the
     target's fingerprint.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written.
-    """
+    Raises OSError: the disk is full, or it cannot be written."""
     from peft import get_peft_model_state_dict
 
     # With an adapter on the LM head, peft would store the embeddings too, which have not changed.
@@ -117,10 +111,7 @@ def _fingerprint(target: Target, folder: Path) -> str:
 
 def merge_adapter(target: Target, folder: Path) -> Target:
     """The target with a stored adapter merged into its weights. Its fingerprint covers both.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no adapter, it is damaged, or it does not fit.
-    """
+    Raises FileNotFoundError, ValueError: there is no adapter, it is damaged, or it does not fit."""
     with _quietly():
         from peft import PeftModel
 
@@ -142,13 +133,8 @@ def merge_adapter(target: Target, folder: Path) -> Target:
 def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_template: bool = False) -> Target:
     """The given target, as a drafter needs it: with the drafter's adapter merged, if it has one, and with the chat
     template that the drafter was trained with, if it has one of its own.
-
-    Args:
-        keep_template: keep the target's own chat template, if it has one.
-
-    Raises:
-        FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged.
-    """
+    ``keep_template``: keep the target's own chat template, if it has one.
+    Raises FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged."""
     wanted = config["target"]
     trained = (wanted.get("fingerprint"), wanted.get("merged_fingerprint"))
     if wanted.get("adapter") and target.fingerprint not in trained:

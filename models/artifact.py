@@ -85,10 +85,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, Any]) -> None:
     """Write a ``transformers`` model folder with its provenance, each file whole or not at all.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written.
-    """
+    Raises OSError: the disk is full, or it cannot be written."""
     with replacing_folder(folder) as temporary:
         logging.disable_progress_bar()  # it would only flash
         model.save_pretrained(temporary)
@@ -115,16 +112,11 @@ def write_drafter(
     parts: Sequence[str] = (),
 ) -> None:
     """Write a drafter's weights, ``config.json``, ``provenance.json`` and model card, each whole or not at all.
-
-    Args:
-        weights: tensors of the top folder; may be empty if there are parts.
-        template: the chat template it was trained with, where that is not the target's own.
-        parts: names of sub-folders, already written, without which the drafter cannot be loaded.
-
-    Raises:
-        FileNotFoundError, ValueError: a part is missing or damaged.
-        OSError: the disk is full, or it cannot be written.
-    """
+    ``weights``: tensors of the top folder; may be empty if there are parts.
+    ``template``: the chat template it was trained with, where that is not the target's own.
+    ``parts``: names of sub-folders, already written, without which the drafter cannot be loaded.
+    Raises FileNotFoundError, ValueError: a part is missing or damaged. OSError: the disk is full, or it cannot be
+    written."""
     assert weights or parts
     _check_parts(folder, parts)
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,14 +145,12 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
     prompt = "def read_config(path):"
     if getattr(target.tokenizer, "chat_template", None):
         prompt = "Write a Python function that adds two numbers."
-    adapted = (
-        ""
-        if not target.adapter
-        else f"""
+    adapted = ""
+    if target.adapter:
+        adapted = f"""
 The adapter in `{target.adapter}/` is part of it: it was trained with the drafter and is merged into the target that is
 loaded, so that the output is that of the target so changed.
 """
-    )
     return f"""{whose.front_matter(licence, drafter_type)}
 # {name}: a drafter of type {drafter_type} for {whose.name}
 
@@ -196,11 +186,8 @@ not found, give it by `--target {whose.argument}`.
 def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """A drafter's folder, config and weights. The weights of its parts are checked, but not loaded; those of the top
     folder are empty if it has none.
-
-    Raises:
-        FileNotFoundError: there is no such drafter, or a file or part of it is missing.
-        ValueError: a file is damaged, or the folder holds something else.
-    """
+    Raises FileNotFoundError: there is no such drafter, or a file or part of it is missing. ValueError: a file is
+    damaged, or the folder holds something else."""
     folder = resolve_folder(name)
     config = drafter_config(folder, name)
     _check_config(folder / "config.json", config)
@@ -228,14 +215,9 @@ def with_weights(
     few: bool = False,
 ) -> M:
     """The module that ``make`` makes of a folder's config, with the folder's weights, frozen and in eval mode.
-
-    Args:
-        unmade: what is said of a size that cannot be made, by torch's reason.
-        few: it has few tensors, of which all are named if some are missing, unknown or of another shape.
-
-    Raises:
-        ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's.
-    """
+    ``unmade``: what is said of a size that cannot be made, by torch's reason.
+    ``few``: it has few tensors, of which all are named if some are missing, unknown or of another shape.
+    Raises ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's."""
     try:
         with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
             promised = make()
@@ -264,11 +246,7 @@ def with_weights(
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Check the fields that every drafter's config has: its type, its target and its parts.
-
-    Raises:
-        ValueError: a field is missing or of another type.
-    """
+    """Check the fields that every drafter's config has: its type, its target and its parts."""
     if not isinstance(config["drafter_type"], str):
         raise ValueError(f"{file}: field 'drafter_type' is {config['drafter_type']!r}; it has to be text")
     target = config.get("target")
@@ -293,11 +271,7 @@ _FOLDER_NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a part: it stays inside 
 
 def _check_parts(folder: Path, parts: Sequence[str]) -> None:
     """Check that each part has a config and whole weights: those of a model, of an adapter, or of a drafter, whose own
-    parts are checked likewise and may hold all of its weights.
-
-    Raises:
-        FileNotFoundError, ValueError: a part, its config or its weights are missing or damaged.
-    """
+    parts are checked likewise and may hold all of its weights."""
     for part in parts:
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"{folder}: part '{part}' is missing; fetch or train the drafter again")
@@ -334,28 +308,15 @@ def part_folders(folder: Path) -> list[str]:
 
 
 _FILES = (
-    "config.json",
-    "model.safetensors",
-    "tree.json",
-    "README.md",
-    "recipe.yaml",
-    "provenance.json",
-    "metrics.jsonl",
-    TEMPLATE,
-    "report.json",
-    "report.png",
-    "medusa_lm_head.safetensors",
-    "serving.json",
-)
+    "config.json model.safetensors tree.json README.md recipe.yaml provenance.json metrics.jsonl report.json "
+    f"report.png medusa_lm_head.safetensors serving.json {TEMPLATE}"
+).split()
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload a run folder's artifact to the Hub: its files and its :func:`part_folders`, no checkpoints and no training
     data; returns the address.
-
-    Raises:
-        ValueError: no login, or the Hub refuses; the folder stays as it is.
-    """
+    Raises ValueError: no login, or the Hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi  # only where something is uploaded
 
     files = [name for name in _FILES if (folder / name).exists()]
@@ -384,10 +345,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> None:
     """Refuse a drafter that was trained for another target: hardly any of its drafts would be accepted.
-
-    Raises:
-        ValueError: the fingerprint differs, or the width or vocabulary, where the config states them.
-    """
+    Raises ValueError: the fingerprint differs, or the width or vocabulary, where the config states them."""
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
     # Only a drafter of another width than its target's has the field target_hidden_size.

@@ -46,10 +46,7 @@ class Named:
 
     def front_matter(self, licence: str | None, tags: str) -> str:
         """The card's metadata, which the Hub reads.
-
-        Args:
-            licence: of the drafter; the target's if None, none if that is unknown too.
-        """
+        ``licence``: of the drafter; the target's if None, none if that is unknown too."""
         fields = {"license": licence or self.licence, "base_model": self.hub_id}
         lines = [f"{name}: {value}" for name, value in fields.items() if value]
         return "\n".join(["---", "library_name: draftsmith", *lines, f"tags: [speculative-decoding, {tags}]", "---"])
@@ -65,12 +62,9 @@ class Named:
 
 def named(name: str, fingerprint: str, model_type: str, served: str | None = None) -> Named:
     """How a card names a target.
-
-    Args:
-        name: by which it was loaded: a folder, a GGUF file or a Hub id.
-        fingerprint: as stored, without an adapter.
-        served: what a server loads it by, if that was said.
-    """
+    ``name``: by which it was loaded: a folder, a GGUF file or a Hub id.
+    ``fingerprint``: as stored, without an adapter.
+    ``served``: what a server loads it by, if that was said."""
     hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), stated_licence(name)
     shown = served if served and not _is_path(served) else hub_id
     if fingerprint == _FETCHED:
@@ -116,10 +110,7 @@ def stated_licence(name: str) -> str | None:
 
 def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     """A table of what was measured, from the files of a drafter's folder; a sentence if there is nothing.
-
-    Args:
-        facts: content of provenance.json, if it is not the folder's.
-    """
+    ``facts``: content of provenance.json, if it is not the folder's."""
     facts = _content(folder / "provenance.json") if facts is None else facts
     rows = [(what, facts[name], _where(facts)) for name, what in MEASURED.items() if _is_number(facts.get(name))]
     tree = _content(folder / "tree.json")
@@ -184,10 +175,7 @@ def _with_interval(figures: Mapping[str, Any], name: str) -> str:
 
 def with_measured(card: str, folder: Path) -> str:
     """A run folder's card, whose table of what was measured is made anew from the folder's files.
-
-    Raises:
-        ValueError: the card has no such part.
-    """
+    Raises ValueError: the card has no such part."""
     found = re.search(r"(?<=^## Measured\n\n).*?(?=\n\n## |\Z)", card, re.DOTALL | re.MULTILINE)
     if not found:
         raise ValueError(f"{folder}/README.md: it has no part '## Measured'; it is not the card that training wrote")

@@ -29,24 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_size, head_rows
+from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
 
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 
-_SIZES = (
-    "hidden_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "max_position_embeddings",
-)
+SIZES = (
+    "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
+).split()
 _LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
 
 
@@ -92,12 +86,8 @@ class EagleConfig:
         object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
         if self.version not in (1, 3):
             raise ValueError(f"field 'version' is {self.version!r}; it has to be 1 or 3")
-        if self.projection not in ("own", "shared"):
-            raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        check_projection(self.projection)
+        check_whole(self, SIZES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"field 'num_attention_heads' is {self.num_attention_heads}; it has to be a multiple of "
@@ -116,16 +106,14 @@ class EagleConfig:
             raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
         if self.version == 1 and self.norm_before_residual:
             raise ValueError("field 'norm_before_residual': EAGLE-1 has no norm before its layer")
-        if (width := self.target_hidden_size) is not None:
-            if type(width) is not int or width < 1:
-                raise ValueError(
-                    f"field 'target_hidden_size' is {width!r}; it has to be a whole number above 0, or null"
-                )
-            if self.version == 1 or not self.own_embeddings or self.projection == "shared":
-                raise ValueError(
-                    "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an "
-                    "LM head of its own"
-                )
+        width = self.target_hidden_size
+        if width is not None and (type(width) is not int or width < 1):
+            raise ValueError(f"field 'target_hidden_size' is {width!r}; it has to be a whole number above 0, or null")
+        if width is not None and (self.version == 1 or not self.own_embeddings or self.projection == "shared"):
+            raise ValueError(
+                "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an LM "
+                "head of its own"
+            )
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -192,7 +180,7 @@ class EagleConfig:
             tie_word_embeddings=False,
             rms_norm_eps=self.rms_norm_eps,
             rope_parameters=dict(self.rope_parameters),
-            **{name: getattr(self, name) for name in _SIZES},
+            **{name: getattr(self, name) for name in SIZES},
         )
 
 
@@ -216,38 +204,25 @@ def layers_to_capture(count: int) -> tuple[int, ...]:
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: EagleConfig, inputs: int, **options: Any) -> None:
+    def __init__(self, config: EagleConfig, inputs: int) -> None:
         super().__init__()
         width, bias = config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(inputs, config.num_attention_heads * width, bias=bias, **options)
-        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias, **options)
-        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias, **options)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False, **options)
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: EagleConfig, **options: Any) -> None:
-        super().__init__()
-        d, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, inner, bias=False, **options)
-        self.up_proj = nn.Linear(d, inner, bias=False, **options)
-        self.down_proj = nn.Linear(inner, d, bias=False, **options)
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        self.q_proj = nn.Linear(inputs, config.num_attention_heads * width, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * width, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False)
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig, **options: Any) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
         if config.version == 3:
-            self.input_layernorm = nn.RMSNorm(d, eps, **options)  # of embeddings
-            self.hidden_norm = nn.RMSNorm(d, eps, **options)  # of features
-        self.self_attn = _Attention(config, 2 * d if config.version == 3 else d, **options)
-        self.post_attention_layernorm = nn.RMSNorm(d, eps, **options)
-        self.mlp = _MLP(config, **options)
+            self.input_layernorm = nn.RMSNorm(d, eps)  # of embeddings
+            self.hidden_norm = nn.RMSNorm(d, eps)  # of features
+        self.self_attn = _Attention(config, 2 * d if config.version == 3 else d)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps)
+        self.mlp = LlamaMLP(config.llama())
 
 
 class Eagle(nn.Module):
@@ -256,53 +231,33 @@ class Eagle(nn.Module):
 
     draft_vocab: Tensor | None
 
-    def __init__(self, config: EagleConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
         read = config.feature_size
-        options: dict[str, Any] = {"dtype": dtype}
         inputs = captured * read if captured else 2 * d
-        self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias, **options)
-        self.midlayer = _Layer(config, **options)
-        self.norm = nn.RMSNorm(d, eps, **options) if config.version == 3 else None
-        self.input_norm = nn.RMSNorm(captured * read, eps, **options) if config.norm_before_fc else None
-        norms = (nn.RMSNorm(read, eps, **options) for _ in range(captured))
+        self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(d, eps) if config.version == 3 else None
+        self.input_norm = nn.RMSNorm(captured * read, eps) if config.norm_before_fc else None
+        norms = (nn.RMSNorm(read, eps) for _ in range(captured))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.embed_tokens = nn.Embedding(config.vocab_size, d, **options) if config.own_embeddings else None
-        self.lm_head = nn.Linear(d, config.outputs, bias=False, **options) if config.projection == "own" else None
+        self.embed_tokens = nn.Embedding(config.vocab_size, d) if config.own_embeddings else None
+        self.lm_head = nn.Linear(d, config.outputs, bias=False) if config.projection == "own" else None
         draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_vocab", draft_vocab)
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
             self.rotary = LlamaRotaryEmbedding(config.llama())  # no parameters, nothing in the state dict
 
     @classmethod
-    def for_target(
-        cls,
-        target: Target,
-        version: int,
-        projection: Literal["own", "shared"],
-        draft_vocab_size: int | None = None,
-        captured_layers: Sequence[int] = (),
-        **options: bool,
-    ) -> "Eagle":
+    def for_target(cls, target: Target, *shape: Any, **options: Any) -> "Eagle":
         """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
-
-        Raises:
-            ValueError: the target has no such layers, or its LM head's rows cannot be taken.
-        """
-        config = EagleConfig.for_target(
-            target.config,
-            target.vocab_size,
-            target.context,
-            version,
-            projection,
-            draft_vocab_size,
-            captured_layers,
-            **options,
-        )
-        eagle = cls(config).to(target.device)
+        ``shape``, ``options``: the arguments of :meth:`EagleConfig.for_target` from ``version`` on.
+        Raises ValueError: the target has no such layers, or its LM head's rows cannot be taken."""
+        made = EagleConfig.for_target(target.config, target.vocab_size, target.context, *shape, **options)
+        eagle = cls(made).to(target.device)
         eagle._start_lm_head(target)
         return eagle
 
@@ -328,10 +283,7 @@ class Eagle(nn.Module):
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen
         copy of its rows. Make it once.
-
-        Raises:
-            ValueError: the LM head is quantised, so that its rows cannot be taken.
-        """
+        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
         if self.lm_head is not None:
             return self.lm_head
         return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
@@ -346,10 +298,7 @@ class Eagle(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features as the drafter reads them, g: ``[…, F] → […, d]``.
-
-        Args:
-            features: the last hidden state, then the inputs of the captured layers; F = W · (1 + C).
-        """
+        ``features``: the last hidden state, then the inputs of the captured layers; F = W · (1 + C)."""
         width = self.config.feature_size
         if self.config.version == 1:
             return features[..., :width]
@@ -379,9 +328,7 @@ class Eagle(nn.Module):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
-        half = x.shape[-1] // 2
-        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-        return x * cos[:, None] + turned * sin[:, None]
+        return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
         """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
@@ -399,7 +346,11 @@ class Eagle(nn.Module):
         out = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return out + layer.mlp(layer.post_attention_layernorm(out))
 
-    def unroll(
+    def unroll(self, *arguments: Any, **options: Any) -> Iterator[Tensor]:
+        """What the LM head reads in each step of :meth:`unroll_pairs`, of the same arguments: ``[B, P, d]``."""
+        return (for_head for _, for_head in self.unroll_pairs(*arguments, **options))
+
+    def unroll_pairs(
         self,
         features: Tensor,
         embed: nn.Module,
@@ -408,7 +359,7 @@ class Eagle(nn.Module):
         positions: Tensor | None = None,
         segment: Tensor | None = None,
         chosen: Tensor | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
         In step i, index t has drafted x_{t+2} … x_{t+i+1}, the true tokens, and now predicts x_{t+i+2}. It sees the
@@ -424,23 +375,9 @@ class Eagle(nn.Module):
                 only the first step's keys and values are computed.
 
         Yields:
-            For each step what the LM head reads, ``[B, P, d]``.
+            For each step the hidden state of each pair that was run, g or the draft's own, and what the LM head reads:
+            ``[B, P, d]`` each.
         """
-        for _, for_head in self.unroll_pairs(features, embed, tokens, steps, positions, segment, chosen):
-            yield for_head
-
-    def unroll_pairs(
-        self,
-        features: Tensor,
-        embed: nn.Module,
-        tokens: Tensor,
-        steps: int,
-        positions: Tensor | None = None,
-        segment: Tensor | None = None,
-        chosen: Tensor | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """:meth:`unroll` that yields for each step the hidden state of each pair that was run, g or the draft's own,
-        and what the LM head reads: ``[B, P, d]`` each."""
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).expand(rows, -1)
         positions = places if positions is None else positions
@@ -454,8 +391,8 @@ class Eagle(nn.Module):
             chosen = places
         else:
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
-            q, residual, positions = q.transpose(1, 2)[at].transpose(1, 2), residual[at], positions[at]
-            hidden = hidden[at]
+            q = q.transpose(1, 2)[at].transpose(1, 2)
+            residual, positions, hidden = residual[at], positions[at], hidden[at]
         mask = chosen[:, :, None] >= places[:, None]  # [B, P, T]
         if segment is not None:
             mask = mask & (segment.gather(1, chosen)[:, :, None] == segment[:, None])
@@ -474,19 +411,14 @@ class Eagle(nn.Module):
 
 def marked_places(marks: Tensor) -> Tensor:
     """The marked indices of each row, followed by unmarked ones where a row has fewer than another.
-
-    Args:
-        marks: ``[B, T]`` bool.
-
-    Returns:
-        ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row.
-    """
+    ``marks``: ``[B, T]`` bool.
+    Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
     return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
 
 
 def unrolled_attention(q: Tensor, first: Keys, later: Sequence[Keys], mask: Tensor, chunk: int | None = None) -> Tensor:
-    """Attention of an unrolled step, as one softmax: the first step's keys by the mask, and one key of each later step,
-    the one in the query's own place.
+    """Attention ``[B, H, P, D]`` of an unrolled step, as one softmax: the first step's keys by the mask, and one key of
+    each later step, the one in the query's own place.
 
         scores of query t: q_t · k⁰_j for j that the mask allows, and q_t · kⁱ_t for i = 1, 2, …
 
@@ -498,9 +430,6 @@ def unrolled_attention(q: Tensor, first: Keys, later: Sequence[Keys], mask: Tens
         later: those of the steps after it, this one included, ``[B, G, P, D]``.
         mask: ``[B or 1, P, T]`` bool; a query sees one key at least.
         chunk: by default as many as keep :data:`SCORES` scores.
-
-    Returns:
-        ``[B, H, P, D]``.
     """
     kind = q.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype

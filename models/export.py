@@ -53,10 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check_output(out: Path) -> None:
     """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    Raises ValueError: it holds something else."""
     check_own("--out", out, {"provenance.json": "max_logit_difference"})
     if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
         there = sorted(path.name for path in out.iterdir())
@@ -65,11 +62,7 @@ def check_output(out: Path) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: one line.
-    """
+    """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
     if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
         raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
     if args.to != "hf" and args.out is None:
@@ -123,11 +116,7 @@ def _with_list(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and weights of the EAGLE drafter whose shortlists these are, with the one list of all depths (FR-Spec,
-    VocabTrim) as its draft vocabulary.
-
-    Raises:
-        FileNotFoundError, ValueError: it is damaged, or its lists depend on depth or text.
-    """
+    VocabTrim) as its draft vocabulary."""
     head = ShortlistHead.from_artifact(config, weights, str(folder))
     part = folder / config["parts"][0]
     sizes = set(head.config.capacity)
@@ -147,14 +136,9 @@ def _with_list(
 
 def open_source(name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False) -> Source:
     """Read a drafter, and of its target what the format needs.
-
-    Args:
-        target_name: folder or Hub id; what the drafter's config says if left out.
-
-    Raises:
-        FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
-            format has no place for such a drafter.
-    """
+    ``target_name``: folder or Hub id; what the drafter's config says if left out.
+    Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
+    format has no place for such a drafter."""
     folder, config, weights = read_drafter(name)
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
@@ -221,19 +205,12 @@ def export(
     facts: Mapping[str, Any] | None = None,
 ) -> float:
     """Write a folder, check its contract and read it back; all of it is kept, or nothing.
-
-    Args:
-        to: one of :data:`FORMATS`.
-        served_target: what a server loads the target by; the source's name for it if left out.
-        facts: what provenance.json records besides.
-
-    Returns:
-        The largest difference of logits, in float32.
-
-    Raises:
-        ValueError: what was written is not what the format needs, or its logits differ.
-        OSError: the disk is full, or it cannot be written.
-    """
+    ``to``: one of :data:`FORMATS`.
+    ``served_target``: what a server loads the target by; the source's name for it if left out.
+    ``facts``: what provenance.json records besides.
+    Returns the largest difference of logits, in float32.
+    Raises ValueError: what was written is not what the format needs, or its logits differ. OSError: the disk is full,
+    or it cannot be written."""
     tensors, config, contract = written(source, to, served_target or source.target_name, speculative_tokens)
     with replacing_folder(out) as temporary:
         save_tensors(tensors, temporary / contract.file)
@@ -256,11 +233,8 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
         options = json.dumps({"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": count})
         if to == "vllm":
             return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
-        return (
-            "programs that read the published layout",
-            "medusa",
-            f"# {count} heads, files as FasterDecoding/Medusa has",
-        )
+        files = f"# {count} heads, files as FasterDecoding/Medusa has"
+        return "programs that read the published layout", "medusa", files
     version = source.drafter.config.version
     method = "eagle3" if version == 3 else "eagle"
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
@@ -278,9 +252,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     tree = source.folder / "tree.json"
     shape = json_object(tree).get("dynamic") if tree.exists() else None
     if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
-        commands += (
-            f"\n# or the dynamic tree that was calibrated:{sglang(shape['depth'], shape['top_k'], shape['nodes'])}"
-        )
+        dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
+        commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
     if version == 1:
         return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
     return "vLLM and SGLang", method, vllm + commands
@@ -328,11 +301,8 @@ By draftsmith, before the export, with trees where a row says so; vLLM verifies 
 
 def publish(name: str, repository: str, private: bool) -> None:
     """Upload a run's folder with its calibrated tree, and the card with what was measured since training.
-
-    Raises:
-        FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
-        OSError: the card cannot be written.
-    """
+    Raises FileNotFoundError, ValueError: it is no drafter's folder here, or not calibrated; or the Hub refuses.
+    OSError: the card cannot be written."""
     if local_folder(name) is None:
         raise ValueError(f"{name}: --to hf uploads a folder of this machine")
     folder, _, _ = read_drafter(name)

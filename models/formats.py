@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.common.files import json_object
-from draftsmith.models.eagle import Eagle, EagleConfig
+from draftsmith.models.eagle import SIZES, Eagle, EagleConfig
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import safetensors_header
 from draftsmith.models.target import Target
@@ -43,10 +43,7 @@ class Contract:
 
     def check(self, folder: Path) -> None:
         """Compare a written folder with it.
-
-        Raises:
-            ValueError: a tensor or field is missing, has another shape, dtype or value, or must not be there.
-        """
+        Raises ValueError: a tensor or field is missing, has another shape, dtype or value, or must not be there."""
         header = safetensors_header(folder / self.file)[1]
         stored = {n: (tuple(e["shape"]), _DTYPES.get(e["dtype"], e["dtype"])) for n, e in header.items()}
         for name in sorted({*self.tensors, *stored}):
@@ -136,15 +133,9 @@ def _llama(source: Source) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.intermediate_size,
+        **{name: getattr(c, name) for name in SIZES},
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
-        "max_position_embeddings": c.max_position_embeddings,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
         "rope_parameters": c.rope_parameters,
@@ -198,10 +189,7 @@ def _fields(c: EagleConfig) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "num_hidden_layers": 1,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.hidden_size,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_position_embeddings,
+        **{name: getattr(c, name) for name in SIZES},
         "rms_norm_eps": c.rms_norm_eps,
         "rope_theta": c.rope_parameters["rope_theta"],
         "rope_parameters": c.rope_parameters,
@@ -215,10 +203,7 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
     """Refuse a drafter that a format has no place for.
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word.
-
-    Raises:
-        ValueError: it has none.
-    """
+    Raises ValueError: it has none."""
     c = drafter.config
     if isinstance(c, MedusaConfig):
         if to not in ("medusa", "vllm"):
@@ -357,10 +342,7 @@ def _speculators(source: Source, served_target: str, speculative_tokens: int) ->
 def medusa_tensors(heads: MedusaHeads, lm_head: nn.Module) -> dict[str, Tensor]:
     """Heads by the published names, ``{head}.{layer}.linear.{weight, bias}`` and ``{head}.{layers}.weight``: every head
     with a matrix ``[V, d]`` of its own, a copy of the target's LM head where heads share it.
-
-    Raises:
-        ValueError: an LM head with a bias.
-    """
+    Raises ValueError: an LM head with a bias."""
     c = heads.config
     if c.projection == "shared" and getattr(lm_head, "bias", None) is not None:
         raise ValueError("the target's LM head has a bias, for which the format has no place")
@@ -378,10 +360,8 @@ def _medusa_shapes(c: MedusaConfig) -> Shapes:
     d, shapes = c.hidden_size, Shapes()
     for k in range(c.num_draft_heads):
         for layer in range(c.num_layers):
-            shapes[f"{k}.{layer}.linear.weight"], shapes[f"{k}.{layer}.linear.bias"] = (
-                ((d, d), "float"),
-                ((d,), "float"),
-            )
+            shapes[f"{k}.{layer}.linear.weight"] = (d, d), "float"
+            shapes[f"{k}.{layer}.linear.bias"] = (d,), "float"
         shapes[f"{k}.{c.num_layers}.weight"] = (c.vocab_size, d), "float"
     return shapes
 
@@ -397,11 +377,7 @@ def _medusa(source: Source) -> Written:
 
 def _vllm_medusa(source: Source) -> Written:
     """Medusa heads as vLLM up to 0.32 reads them, the target's LM head once where heads share it, with the rows of all
-    tokens: that server has a place for a draft vocabulary (``token_map``), but then refuses it as not initialised.
-
-    Raises:
-        ValueError: an LM head with a bias.
-    """
+    tokens: that server has a place for a draft vocabulary (``token_map``), but then refuses it as not initialised."""
     heads, c, lm_head = source.heads, source.heads.config, source.loaded().lm_head
     shared = heads.projection is None
     if shared and getattr(lm_head, "bias", None) is not None:
@@ -434,11 +410,7 @@ def _vllm_medusa(source: Source) -> Written:
 
 
 def written(source: Source, to: str, served_target: str, speculative_tokens: int) -> Written:
-    """Tensors, config.json and contract of a format.
-
-    Raises:
-        ValueError: it has no place for this drafter.
-    """
+    """Tensors, config.json and contract of a format. Raises ValueError: it has no place for this drafter."""
     if isinstance(source.drafter, MedusaHeads):
         return _medusa(source) if to == "medusa" else _vllm_medusa(source)
     if to == "speculators":

@@ -8,7 +8,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import sys
 import time
 from contextlib import ExitStack, redirect_stderr, suppress
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.common.command import first_line
 from draftsmith.common.files import file_sha256, json_object, locked, replacing_folder, write_json
 from draftsmith.models import stored
+from draftsmith.models.precision import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,12 +34,9 @@ def with_safetensors(file: Path) -> Path:
     """The folder with the safetensors copy of a GGUF file, made now if need be (two lines on stderr).
 
     Matrices in float32 or float16 keep their dtype, quantised ones become bfloat16.
-
-    Raises:
-        ValueError: it is no GGUF file, truncated or one part of several; ``transformers`` cannot convert its
-            architecture; the package ``gguf`` is missing; or the copy does not fit on the disk.
-        OSError: the file cannot be read, or the cache cannot be written.
-    """
+    Raises ValueError: it is no GGUF file, truncated or one part of several; ``transformers`` cannot convert its
+    architecture; the package ``gguf`` is missing; or the copy does not fit on the disk. OSError: the file cannot be
+    read, or the cache cannot be written."""
     facts = file.stat()
     sha256 = _sha256(file.resolve(), facts.st_size, facts.st_mtime_ns)
     cache = stored.conversions("gguf")
@@ -77,31 +74,20 @@ def _convert(file: Path, copy: Path, sha256: str) -> None:
     began = time.monotonic()
     dtype, weights, fields = _inspect(file)
     size = weights * _BYTES[dtype]
-    shutil.rmtree(copy, ignore_errors=True)  # an unfinished one
-    stored.check_room(copy.parent, size, file)
-    print(
+    announcement = (
         f"{file}: a GGUF file ({file.stat().st_size / 1e9:,.2f} GB), converted once to safetensors ({dtype}, "
-        f"{size / 1e9:,.2f} GB) in {copy}; some seconds for each 10 MB of it",
-        file=sys.stderr,
-        flush=True,
+        f"{size / 1e9:,.2f} GB) in {copy}; some seconds for each 10 MB of it"
     )
-    try:
+    with stored.converting(copy, size, file, announcement):
         _write(file, copy, dtype, fields)
         versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
         write_json(copy / stored.STAMP, {stored.GGUF: sha256, "file": file.name, "rules": _RULES, **versions})
-    except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    print(f"{file}: converted in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    say(f"{file}: converted in {time.monotonic() - began:.0f} s")
 
 
 def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
     """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
-    ``tokenizer.ggml.pre`` where it has them.
-
-    Raises:
-        ValueError: the file is damaged, truncated or one part of several.
-    """
+    ``tokenizer.ggml.pre`` where it has them."""
     from gguf import GGUFReader
 
     try:
@@ -120,11 +106,9 @@ def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
     if not tensors or "general.architecture" not in fields:
         raise ValueError(f"{file}: no model's weights in this GGUF file")
     if any(name.startswith("rope_freqs") for name, *_ in tensors):
-        print(
+        say(
             f"warning: {file}: transformers does not convert its rope_freqs; the copy is the model without them, "
-            "which can matter in long texts",
-            file=sys.stderr,
-            flush=True,
+            "which can matter in long texts"
         )
     kinds = {kind for _, kind, dimensions, _ in tensors if dimensions > 1}
     dtype = "bfloat16" if kinds - {"F32", "F16"} else "float16" if kinds == {"F16"} else "float32"
@@ -132,12 +116,7 @@ def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
 
 
 def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str]) -> None:
-    """Write model and tokenizer as ``transformers`` converts them.
-
-    Raises:
-        ValueError: it cannot convert the file.
-        OSError: the disk is full, or it cannot be written.
-    """
+    """Write model and tokenizer as ``transformers`` converts them."""
     import torch
     import transformers
 

@@ -33,11 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: one line.
-    """
+    """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
     out: Path = args.out
     check_own("--out", out, {"provenance.json": "imported_from"})
     if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
@@ -84,10 +80,7 @@ def facts_of(target: Target) -> Facts:
 
 def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:
     """Read a published drafter's folder and convert it for a target.
-
-    Raises:
-        FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target.
-    """
+    Raises FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target."""
     config, tensors = config_of(folder), published_tensors(folder, pickles)
     try:
         imported = convert(config, tensors, facts_of(target))

@@ -9,7 +9,7 @@ branches may be parallel: both then read the x before the layer.
 
 On a GPU everything between two products is one kernel, except for attention; or the products of few rows do it
 themselves, in forms that allow it: :func:`run_fused_layer`. On a CPU steps run all layers in one call
-(:class:`NativeLayers`). Where no kernels run, in ``torch.compile``, and for prompts on a CPU, layers are PyTorch
+(``NativeLayers``). Where no kernels run, in ``torch.compile``, and for prompts on a CPU, layers are PyTorch
 operations: :func:`run_layer`.
 
 Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
@@ -18,18 +18,21 @@ Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm
 from draftsmith.kernels.few_rows import candidates, few_rows_product
-from draftsmith.kernels.gated import ACTS, CPU_ACTS, act_name, gated
+from draftsmith.kernels.gated import ACTS, act_name, gated
 from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
+
+if TYPE_CHECKING:  # it needs this module
+    from draftsmith.models.lean_native import NativeLayers
 
 # Called with a layer's queries ``[B, H, N, D]``, its scale, window and soft cap before its attention.
 Observer = Callable[[Tensor, float, int, float | None], None]
@@ -79,6 +82,7 @@ class LayerNorm:
 
 
 Norm = RMSNorm | LayerNorm
+WeightAndEps = tuple[Tensor, float]  # of an RMSNorm
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,7 @@ def can_fuse(layer: Layer) -> bool:
 
 
 def can_run_native(layer: Layer) -> bool:
-    """Whether :class:`NativeLayers` can run a layer, on a CPU: the same, but for the exact GELU too, and with all that
+    """Whether ``NativeLayers`` can run a layer, on a CPU: the same, but for the exact GELU too, and with all that
     GPT-NeoX's layers have."""
     norms = (layer.after_attention, layer.before_mlp, layer.after_mlp)
     known = layer.qkv.dtype in (torch.float32, torch.float16, torch.bfloat16) and act_name(layer.act) is not None
@@ -232,11 +236,8 @@ class LeanDecoder:
 
     def buffers(self, rows: int, count: int, biased: bool, step: bool = False) -> Sequence[Buffers | FusedBuffers]:
         """The buffers of each layer; layers of one shape share theirs. None are needed where :attr:`native` runs.
-
-        Args:
-            biased: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
-            step: many forward passes will have this shape.
-        """
+        ``biased``: for attention by ``biases``; else by ``tree_keys``, with fused layers if they can be.
+        ``step``: many forward passes will have this shape."""
         if self._runs_native(biased):
             return []
         fused = not (biased or torch.compiler.is_compiling() or self.not_fused)
@@ -376,124 +377,6 @@ def run_layer(
     _add(x, y, layer.down, layer.down_bias, layer.after_mlp, layer.factor)
 
 
-class NativeLayers:
-    """Layers that run one after the other in one call, on a CPU: kernels/cpu.cpp.
-
-    Args:
-        layers: of :func:`can_run_native`, their matrices transposed views of contiguous ones.
-        norm: after the last of them; None: there is none.
-    """
-
-    def __init__(self, layers: Sequence[Layer], norm: Norm | None) -> None:
-        self.layers, self.norm = layers, norm or layers[-1].before_mlp
-        self.parts = (cpu.Layer * len(layers))(*map(_native_layer, layers))
-        self.dtype = layers[0].qkv.dtype
-        self.function = cpu.function("decoder_layers", self.dtype)
-
-    def run(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        views: Sequence[tuple[Tensor, Tensor, Tensor]],
-        tables: Mapping[str, Tensor],
-        tree_keys: TreeKeys,
-        *,
-        inputs: Tensor | None = None,
-        captures: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers on ``x [M, d]`` in place.
-
-        Args:
-            positions, slots, views, tables, tree_keys, captures: as :meth:`LeanDecoder.forward` takes them.
-            inputs: ``[M, K]``, what q, k and v of the first layer are products of; left out: the norm of x.
-
-        Returns:
-            The norm ``[M, d]`` of x after the layers, and the input ``[M, d]`` of each captured layer.
-        """
-        lengths, ancestors, depth, key_depth = (each.contiguous() for each in tree_keys[:4])
-        captured = {number: torch.empty_like(x) for number in captures}
-        for number, (part, layer, (both, _, _)) in enumerate(zip(self.parts, self.layers, views, strict=True)):
-            table = tables[layer.rope]
-            part.table, part.table_row = table.data_ptr(), table.stride(0)
-            part.cache = both.data_ptr()
-            part.cache_batch, part.cache_slot, part.cache_kind, part.cache_head = both.stride()[:4]
-            part.captured = cpu.address(captured.get(number))
-        (rows, queries), normed = positions.shape, torch.empty_like(x)
-        width = 0 if inputs is None else inputs.shape[1]
-        sizes = cpu.Pass(
-            rows,
-            queries,
-            key_depth.shape[1],
-            x.shape[1],
-            width,
-            len(self.parts),
-            *positions.stride(),
-            0 if len(slots) == 1 else slots.stride(0),
-            slots.stride(1),
-            *ancestors.stride()[:2],
-            depth.stride(0),
-            key_depth.stride(0),
-            self.norm.eps,
-        )
-        self.function(
-            self.parts,
-            sizes,
-            x.data_ptr(),
-            cpu.address(inputs),
-            normed.data_ptr(),
-            self.norm.kernel_weight.data_ptr(),
-            _norm_bias(self.norm),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            lengths.data_ptr(),
-            ancestors.data_ptr(),
-            depth.data_ptr(),
-            key_depth.data_ptr(),
-        )
-        return normed, [captured[number] for number in captures]
-
-
-def _native_layer(layer: Layer) -> cpu.Layer:
-    """A layer as kernels/cpu.cpp reads it; cache and table are set in each pass."""
-
-    def norm(one: object) -> tuple[int | None, float]:
-        return (one.kernel_weight.data_ptr(), one.eps) if isinstance(one, Norm) else (None, 0.0)
-
-    matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    biases = (layer.qkv_bias, layer.out_bias, layer.gate_up_bias, layer.down_bias)
-    assert all(matrix.t().is_contiguous() for matrix in matrices)
-    pairs = zip(matrices, biases, strict=True)
-    norms = (layer.before_attention, layer.qk_norm, layer.after_attention, layer.before_mlp, layer.after_mlp)
-    weights, eps = zip(*map(norm, norms), strict=True)
-    width = layer.out.shape[0] // layer.heads
-    return cpu.Layer(
-        *(cpu.address(one) for pair in pairs for one in pair),
-        *weights,
-        _norm_bias(layer.before_attention),
-        _norm_bias(layer.before_mlp),
-        *eps,
-        layer.scale,
-        layer.softcap or 0.0,
-        layer.factor,
-        layer.heads,
-        layer.kv_heads,
-        width,
-        layer.down.shape[0],
-        layer.window,
-        CPU_ACTS.index(act_name(layer.act) or ""),
-        layer.gated,
-        layer.parallel,
-        layer.interleaved,
-        layer.rotated or width,
-    )
-
-
-def _norm_bias(norm: object) -> int | None:
-    """The address of a LayerNorm's bias; None for another norm."""
-    return norm.kernel_bias.data_ptr() if isinstance(norm, LayerNorm) else None
-
-
 def run_fused_layer(
     layer: Layer,
     buffers: FusedBuffers,
@@ -505,7 +388,7 @@ def run_fused_layer(
     slots: Tensor,
     view: tuple[Tensor, Tensor, Tensor],
     tree_keys: TreeKeys,
-    after: tuple[Tensor, float],
+    after: WeightAndEps,
     ends_normed: bool = True,
 ) -> bool:
     """Run a layer by kernels on ``x [M, d]`` in place.
@@ -526,92 +409,57 @@ def run_fused_layer(
     """
     both, keys, values = view
     norm, (qkv_form, out_form, gate_up_form, down_form) = layer.qk_norm, buffers.forms
+
+    def normed_product(form: str, norm: WeightAndEps, is_normed: bool, matrix: Tensor, out: Tensor) -> None:
+        """The product of the norm of x, in parts. ``is_normed``: whether ``normed`` holds this norm."""
+        folding = folding_form(form)
+        if not is_normed and folding is not None:
+            few_rows_product(x, matrix, folding, out, norm=norm)
+            return
+        if not is_normed:
+            add_norm(x, None, *norm, normed)
+        partial_product(form, normed, matrix, out)
+
+    def add_product(
+        form: str, y: Tensor, matrix: Tensor, parts: Tensor, bias: Tensor | None, own: Norm | None, then: WeightAndEps
+    ) -> bool:
+        """``x += factor · own(y matrix + bias)`` in place; returns whether ``normed`` holds the norm ``then`` of x."""
+        folding = folding_form(form)
+        if folding is not None and own is None:
+            few_rows_product(y, matrix, folding, x[None], bias=bias, add=True, factor=layer.factor)
+            return False
+        weight, eps = (None, None) if own is None else (own.kernel_weight, own.eps)
+        branch = partial_product(form, y, matrix, parts)
+        add_norm(x, branch, *then, normed, bias=bias, after=weight, after_eps=eps, factor=layer.factor)
+        return True
+
+    qkv = buffers.qkv
     if inputs is None:
-        _normed_product(qkv_form, x, None, weight_and_eps(layer.before_attention), normed, layer.qkv, buffers.qkv)
-        qkv = buffers.qkv
+        normed_product(qkv_form, weight_and_eps(layer.before_attention), False, layer.qkv, qkv)
     else:
-        qkv = partial_product(qkv_form, inputs, layer.qkv, buffers.qkv)
+        partial_product(qkv_form, inputs, layer.qkv, qkv)
     norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.kernel_weight, norm.eps)
     rotate_write(qkv, table, positions, slots, both, buffers.q, bias=layer.qkv_bias, norm=norm_weight, eps=norm_eps)
     q = buffers.q.transpose(1, 2)  # [B, H, N, D]
     out = attend_tree(q, keys, values, tree_keys, layer.scale, layer.window, layer.softcap)
     out = out.transpose(1, 2).reshape(len(x), -1)
     before_mlp = weight_and_eps(layer.before_mlp)
-    is_normed = _add_product(
-        x,
-        out_form,
-        out,
-        layer.out,
-        buffers.out,
-        layer.out_bias,
-        layer.after_attention,
-        layer.factor,
-        before_mlp,
-        normed,
-    )
+    is_normed = add_product(out_form, out, layer.out, buffers.out, layer.out_bias, layer.after_attention, before_mlp)
     act, folding = act_name(layer.act) or "", folding_form(gate_up_form)
     gate_up, bias = buffers.gate_up, layer.gate_up_bias
     if folding is None:
-        _normed_product(gate_up_form, x, normed if is_normed else None, before_mlp, normed, layer.gate_up, gate_up)
+        normed_product(gate_up_form, before_mlp, is_normed, layer.gate_up, gate_up)
         gated(gate_up, buffers.mlp, act, bias=bias)
     else:
         own, fold = (normed, None) if is_normed else (x, before_mlp)
         few_rows_product(own, layer.gate_up, folding, buffers.mlp[None], norm=fold, bias=bias, act=act)
-    is_normed = _add_product(
-        x,
-        down_form,
-        buffers.mlp,
-        layer.down,
-        buffers.down,
-        layer.down_bias,
-        layer.after_mlp,
-        layer.factor,
-        after,
-        normed,
-    )
+    is_normed = add_product(down_form, buffers.mlp, layer.down, buffers.down, layer.down_bias, layer.after_mlp, after)
     if ends_normed and not is_normed:
         add_norm(x, None, *after, normed)
     return ends_normed or is_normed
 
 
-def _normed_product(
-    form: str, x: Tensor, inputs: Tensor | None, norm: tuple[Tensor, float], normed: Tensor, matrix: Tensor, out: Tensor
-) -> None:
-    """The product of the norm of x, in parts. ``inputs``: this norm, if it is known."""
-    folding = folding_form(form)
-    if inputs is None and folding is not None:
-        few_rows_product(x, matrix, folding, out, norm=norm)
-        return
-    if inputs is None:
-        add_norm(x, None, *norm, normed)
-    partial_product(form, normed if inputs is None else inputs, matrix, out)
-
-
-def _add_product(
-    x: Tensor,
-    form: str,
-    y: Tensor,
-    matrix: Tensor,
-    parts: Tensor,
-    bias: Tensor | None,
-    branch_norm: Norm | None,
-    factor: float,
-    after: tuple[Tensor, float],
-    normed: Tensor,
-) -> bool:
-    """``x += factor · branch_norm(y matrix + bias)`` in place; returns whether ``normed`` holds the norm ``after`` of
-    the sum."""
-    folding = folding_form(form)
-    if folding is not None and branch_norm is None:
-        few_rows_product(y, matrix, folding, x[None], bias=bias, add=True, factor=factor)
-        return False
-    weight, eps = (None, None) if branch_norm is None else (branch_norm.kernel_weight, branch_norm.eps)
-    branch = partial_product(form, y, matrix, parts)
-    add_norm(x, branch, *after, normed, bias=bias, after=weight, after_eps=eps, factor=factor)
-    return True
-
-
-def weight_and_eps(norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, float]:
+def weight_and_eps(norm: Callable[[Tensor], Tensor]) -> WeightAndEps:
     """A norm's weight as kernels read it, and its eps."""
     assert isinstance(norm, RMSNorm)
     return norm.kernel_weight, norm.eps

@@ -24,7 +24,6 @@ from draftsmith.models.lean import (
     Layer,
     LayerNorm,
     LeanDecoder,
-    NativeLayers,
     Norm,
     RMSNorm,
     can_fuse,
@@ -34,6 +33,7 @@ from draftsmith.models.lean import (
     run_layer,
     weight_and_eps,
 )
+from draftsmith.models.lean_native import NativeLayers
 from draftsmith.models.target import Target
 
 _RECORD = "draftsmith_record"
@@ -123,11 +123,7 @@ def _version(weight: Tensor) -> int:
 
 
 def _make(target: Target) -> LeanDecoder:
-    """Build the lean decoder of a target and compare it with the model.
-
-    Raises:
-        NotLean: it is quantised, adapted, offloaded, hooked or being trained, or has another architecture.
-    """
+    """Build the lean decoder of a target and compare it with the model."""
     decoder: Any = target.decoder
     if target.spread or any("_hf_hook" in module.__dict__ for module in decoder.modules()):
         raise NotLean("its layers are on several devices, or offloaded")
@@ -169,15 +165,11 @@ def _make(target: Target) -> LeanDecoder:
     place = torch.arange(count, device=target.device)[None]
     rotations, written = lean.rotations(place, lean.tables(count)), (place.new_zeros(1, 1), place)
     buffers = lean.buffers(1, count, biased=True)
-    for number, (layer, own_buffers, (kv_heads, width)) in enumerate(
-        zip(layers, buffers, target.kv_shapes, strict=True)
-    ):
-        pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
+    for number, (layer, own_buffers) in enumerate(zip(layers, buffers, strict=True)):
         biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
         x = inputs[number].flatten(0, 1).clone()
-        view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
         assert isinstance(own_buffers, Buffers)
-        run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, None)
+        run_layer(layer, own_buffers, x, written, _view(target, number, count), rotations[layer.rope], biases, None)
         _compare(x, inputs[number + 1][0], f"its layer {number}")
     if cpu.runs(inputs[0]) and why_not_triton(inputs[0]):
         _make_native(lean, inputs, target)
@@ -187,23 +179,30 @@ def _make(target: Target) -> LeanDecoder:
     return lean
 
 
+def _view(target: Target, layer: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """An empty cache of one row of ``count`` slots, as :meth:`LeanDecoder.forward` views it, for a layer."""
+    kv_heads, width = target.kv_shapes[layer]
+    pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
+    return pair.permute(1, 3, 0, 2, 4), pair[0], pair[1]
+
+
+def _chain(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Places ``[1, T]``, ancestor bits ``[1, T, 1]`` and depths ``[1, T]`` of a chain: each token sees those before."""
+    places = torch.arange(count, device=device)[None]
+    return places, (2 << places[..., None]) - 1, places.int()
+
+
 def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> str:
     """Compare each fused layer with the model's own: the reason why layers are not fused, empty if they can be.
-
-    Args:
-        inputs: of each layer and of the last norm, ``[1, T, d]``.
-    """
+    ``inputs``: of each layer and of the last norm, ``[1, T, d]``."""
     if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
         return "the kernels do not know its norms, MLP, attention or branches"
     count = inputs[0].shape[1]
-    places, tables = torch.arange(count, device=target.device)[None], lean.tables(count)
-    chain, depth = (2 << places[..., None]) - 1, places.int()  # each token sees those before it
+    tables, (places, chain, depth) = lean.tables(count), _chain(count, target.device)
     starts = places.new_zeros(1)
     try:
-        for number, (layer, (kv_heads, width)) in enumerate(zip(lean.layers, target.kv_shapes, strict=True)):
-            pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype, device=target.device)
-            view = (pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])
-            after = layer.before_mlp
+        for number, layer in enumerate(lean.layers):
+            view, after = _view(target, number, count), layer.before_mlp
             # Of the first layer also the forms in which products do what stands around them, of many rows and of one.
             trials = [(count, None), (count, folding_forms(layer, count)), (1, folding_forms(layer, 1))]
             for many, forms in trials if number == 0 else trials[:1]:
@@ -234,19 +233,14 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
     """Give the decoder its native layers, if each does what the model's own does. Also run one layer of each shape and
     the LM head on several rows and on each row alone: the bits of a row have to be the same.
 
-    Args:
-        inputs: of each layer and of the last norm, ``[1, T, d]``.
-    """
+    ``inputs``: of each layer and of the last norm, ``[1, T, d]``."""
     lean.not_fused = lean.rows_differ = "kernels/cpu.cpp does not know its norms, MLP or attention"
     if not all(isinstance(layer.before_attention, Norm) and can_run_native(layer) for layer in lean.layers):
         return
-    count, shapes = inputs[0].shape[1], set[Any]()
-    places, tables = torch.arange(count)[None], lean.tables(count)
-    chain, depth = (2 << places[..., None]) - 1, places.int()  # each token sees those before it
-    reason = ""
-    for number, (layer, (kv_heads, width)) in enumerate(zip(lean.layers, target.kv_shapes, strict=True)):
-        pair = torch.zeros(2, 1, kv_heads, count, width, dtype=target.dtype)
-        views, native = [(pair.permute(1, 3, 0, 2, 4), pair[0], pair[1])], NativeLayers([layer], layer.before_mlp)
+    count, shapes, reason = inputs[0].shape[1], set[Any](), ""
+    tables, (places, chain, depth) = lean.tables(count), _chain(count, target.device)
+    for number, layer in enumerate(lean.layers):
+        views, native = [_view(target, number, count)], NativeLayers([layer], layer.before_mlp)
 
         def run(first: int, many: int) -> tuple[Tensor, Tensor]:
             own, x = slice(first, first + many), inputs[number][0, first : first + many].clone()  # noqa: B023

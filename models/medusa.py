@@ -21,7 +21,7 @@ from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.kernels.res_block import res_block
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_size, head_rows
+from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,8 @@ class MedusaConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
-        if not isinstance(self.projection, str) or self.projection not in ("own", "shared"):
-            raise ValueError(f"field 'projection' is {self.projection!r}; it has to be 'own' or 'shared'")
+        check_whole(self, ("num_draft_heads", "num_layers", "hidden_size", "vocab_size"))
+        check_projection(self.projection)
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @property
@@ -52,12 +48,6 @@ class MedusaConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _project(features: Tensor, lm_head: nn.Module) -> Tensor:
-    """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its device
-    (a spread target's may be another one)."""
-    return apply_linear(lm_head, features.to(next(lm_head.parameters()).dtype)).to(features.device)
 
 
 class MedusaHeads(nn.Module):
@@ -92,11 +82,8 @@ class MedusaHeads(nn.Module):
     ) -> "MedusaHeads":
         """Untrained heads for a target: each equals its LM head. A draft vocabulary is the first ids, until
         :meth:`draft_from` is called.
-
-        Raises:
-            ValueError: the LM head has a bias, which a head's own projection lacks; or the draft vocabulary is larger
-                than the target's.
-        """
+        Raises ValueError: the LM head has a bias, which a head's own projection lacks; or the draft vocabulary is
+        larger than the target's."""
         if projection == "own" and getattr(target.lm_head, "bias", None) is not None:
             raise ValueError(f"target '{target.name}': its LM head has a bias; use drafter.projection=shared")
         width, vocab_size = target.hidden_size, target.vocab_size
@@ -157,10 +144,7 @@ class MedusaHeads(nn.Module):
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
         """The linear layer of a shared projection: the target's LM head itself, or with a draft vocabulary a frozen
         copy of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
-
-        Raises:
-            ValueError: the LM head is quantised, so that its rows cannot be taken.
-        """
+        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
         if self.draft_vocab is None or self.projection is not None:
             return lm_head
         return head_rows(lm_head, self.draft_vocab)
@@ -181,7 +165,9 @@ class MedusaHeads(nn.Module):
         return features @ own.transpose(1, 2)
 
     def _shared(self, features: Tensor, draft_head: nn.Module) -> Tensor:
-        logits = _project(features, draft_head)
+        """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its
+        device (a spread target's may be another one)."""
+        logits = apply_linear(draft_head, features.to(next(draft_head.parameters()).dtype)).to(features.device)
         assert logits.shape[-1] == self.config.outputs, "these are the LM head's logits; draft_head takes its rows"
         return logits
 

@@ -54,10 +54,7 @@ def decoder_option(parser: argparse.ArgumentParser) -> None:
 def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The options of :func:`target_options` as keyword arguments of ``load_target``, without the decoder. The device is
     chosen and checked; ``load_target`` will print the dtype it chooses on stderr.
-
-    Raises:
-        ValueError: the device is unknown or not available; the lean decoder cannot use such weights.
-    """
+    Raises ValueError: the device is unknown or not available; the lean decoder cannot use such weights."""
     for option, value in (("--quantize", args.quantize), ("--device-map", args.device_map)):
         if args.decoder == "lean" and value != "none":
             raise ValueError(f"--decoder lean cannot run with {option} {value}; leave out one of the two")
@@ -66,11 +63,7 @@ def target_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def choose_device(device: str | None) -> str:
-    """The requested device, or the best one available.
-
-    Raises:
-        ValueError: it is unknown or not available.
-    """
+    """The requested device, or the best one available. Raises ValueError: it is unknown or not available."""
     import torch  # a second or two
 
     if device is None:

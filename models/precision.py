@@ -56,7 +56,9 @@ def _cpu_instructions() -> set[str]:
 
 
 def lacking(dtype: str, device: "str | torch.device") -> str:
-    """The reason why products in this dtype are emulated on a device; empty if it has them in hardware."""
+    """The reason why products in this dtype are emulated on a device; empty if it has them in hardware: bfloat16 on a
+    GPU from compute capability 8.0 on, and on a CPU with AVX-512 BF16, AMX or ARM's BF16, that no environment variable
+    hides from PyTorch and its libraries."""
     import torch
 
     device = torch.device(device)
@@ -75,19 +77,10 @@ def lacking(dtype: str, device: "str | torch.device") -> str:
     return "" if dtype == "float16" else f"{dtype} is not used here ({device.type})"
 
 
-def hardware_bfloat16(device: "str | torch.device") -> bool:
-    """Whether a device computes bfloat16 in hardware: a GPU from compute capability 8.0 on; a CPU with AVX-512 BF16,
-    AMX or ARM's BF16 that no environment variable hides from PyTorch and its libraries."""
-    return not lacking("bfloat16", device)
-
-
 def choose_autocast(requested: str, device: "str | torch.device", began: str | None = None) -> Choice:
     """Choose the autocast of training: ``none`` or ``bfloat16``.
-
-    Args:
-        requested: one of them, or ``auto``.
-        began: the choice with which a resumed run began, which ``auto`` keeps.
-    """
+    ``requested``: one of them, or ``auto``.
+    ``began``: the choice with which a resumed run began, which ``auto`` keeps."""
     if requested != "auto":
         return Choice(requested, _REQUESTED)
     if began:
@@ -138,10 +131,7 @@ def choose_dtype(
 
 def describe(device: "str | torch.device", dtype: Choice, autocast: Choice | None = None) -> list[str]:
     """The line about the chosen precision and the reasons; and a warning, if it is emulated on this device.
-
-    Args:
-        autocast: of training; None if nothing is trained.
-    """
+    ``autocast``: of training; None if nothing is trained."""
     weights = f"{dtype.value} weights"
     if autocast is None:
         lines = [f"precision: {weights} ({dtype.why})"]
@@ -182,9 +172,8 @@ def matmul_rate(device: "torch.device", dtype: "torch.dtype", seconds: float = 0
             warm = True
             continue
         best = max(best, 2 * size**3 / (now - began))
-        if (
-            size < largest and now + 10 * (now - began) < ends
-        ):  # the next product is eight times the work, with new matrices
+        # The next product is eight times the work, with new matrices.
+        if size < largest and now + 10 * (now - began) < ends:
             size *= 2
         elif now + (now - began) > ends:
             return best

@@ -85,15 +85,10 @@ class Imported:
 
 def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     """Convert a published drafter.
-
-    Args:
-        config: the content of its config.json.
-        tensors: all of its tensors.
-
-    Raises:
-        ValueError: the format is not known, a tensor or field is missing, unknown or of another shape or value, or it
-            belongs to a target of another width, depth or vocabulary.
-    """
+    ``config``: the content of its config.json.
+    ``tensors``: all of its tensors.
+    Raises ValueError: the format is not known, a tensor or field is missing, unknown or of another shape or value, or
+    it belongs to a target of another width, depth or vocabulary."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")
@@ -223,11 +218,7 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
 
 def _draft_vocab(own: dict[str, Tensor], size: int, vocab_size: int) -> Tensor | None:
     """The draft vocabulary ``[S]`` int64, ascending, of the maps ``d2t [S]`` (id − place) and ``t2d [V]`` (whether an
-    id is drafted), which are taken out of the tensors; None for all of V. Rows of the LM head are put in its order.
-
-    Raises:
-        ValueError: the maps contradict each other, or name no ids of the target.
-    """
+    id is drafted), which are taken out of the tensors; None for all of V. Rows of the LM head are put in its order."""
     d2t, t2d = own.pop("d2t", None), own.pop("t2d", None)
     if size == vocab_size and (d2t is None or not d2t.any()):  # the published code then reads neither
         return None
@@ -263,11 +254,7 @@ def _captured(config: Config, nested: Config, facts: Facts) -> tuple[int, ...]:
 
 
 def _rope(layer: Config) -> dict[str, Any]:
-    """Rotary parameters, which are written in an older and a newer way.
-
-    Raises:
-        ValueError: the two ways differ, or it is a kind whose frequencies depend on the length of the text.
-    """
+    """Rotary parameters, which are written in an older and a newer way."""
     found = list[dict[str, Any]]()
     newer, scaling = layer.get("rope_parameters"), dict(layer.get("rope_scaling") or {})
     if newer:
@@ -307,11 +294,8 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
             continue
         if block:
             head, layer, kind = (group for group in block.groups() if group is not None)
-            name, heads, layers = (
-                f"{head}.{layer}.linear.{kind}",
-                max(heads, int(head) + 1),
-                max(layers, int(layer) + 1),
-            )
+            name = f"{head}.{layer}.linear.{kind}"
+            heads, layers = max(heads, int(head) + 1), max(layers, int(layer) + 1)
         elif last:
             name = f"{last[1] or last[2]}.projection"
         found[name], named[name] = tensor, old

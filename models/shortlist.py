@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
+from draftsmith.models.vocabulary import check_whole
 
 Kind = Literal["fr_spec", "vocab_trim", "in_context", "dynaspec"]
 Schedule = Literal["fixed", "position_aware"]
@@ -41,9 +42,7 @@ def budget(most: int, schedule: Schedule, depths: int = DEPTHS) -> tuple[int, ..
         fixed            k(t) = k_max
         position_aware   k(t) = k_max for t = 0 and 1;  max(1, ⌊k_max / (2 (t + 1))⌋) for t ≥ 2  (DynaSpec §3.3)
 
-    Args:
-        most: k_max.
-    """
+    ``most``: k_max."""
     if schedule == "fixed":
         return (most,) * depths
     return tuple(most if depth < 2 else max(1, most // (2 * (depth + 1))) for depth in range(depths))
@@ -77,11 +76,8 @@ class ShortlistConfig:
         if self.shortlist not in get_args(Kind):
             raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(Kind))}")
         routed = self.shortlist == "dynaspec"
-        needed = ("outputs", *(("num_clusters", "router_width", "embedding_size", "feature_size") if routed else ()))
-        for name in needed:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+        sizes = ("num_clusters", "router_width", "embedding_size", "feature_size")
+        check_whole(self, ("outputs", *(sizes if routed else ())))
         lists = {"capacity": self.outputs} | ({"clusters": self.num_clusters} if routed else {})
         for name, most in lists.items():
             values = getattr(self, name)
@@ -119,10 +115,7 @@ class ShortlistConfig:
 
 def head_rows_of(head: nn.Module) -> Tensor:
     """The rows of an LM head, ``[S, d]``, which shortlists choose from.
-
-    Raises:
-        ValueError: it is quantised or no plain matrix.
-    """
+    Raises ValueError: it is quantised or no plain matrix."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
@@ -174,11 +167,7 @@ class ShortlistHead(nn.Module):
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "ShortlistHead":
-        """From a folder's config and weights.
-
-        Raises:
-            ValueError: a field or tensor is missing, unknown or damaged.
-        """
+        """From a folder's config and weights. Raises ValueError: a field or tensor is missing, unknown or damaged."""
         names = ShortlistConfig.__dataclass_fields__
         missing = [name for name in ("shortlist", "outputs", "capacity") if name not in config]
         if missing:
@@ -218,15 +207,10 @@ class ShortlistHead(nn.Module):
     def contains(self, tokens: Tensor, chosen: Rows | None, depth: int, seen: Tensor) -> Tensor:
         """Whether tokens are in the shortlists of nodes; for training and evaluation. Of ``in_context`` it says what
         would be in a list that has room for the whole text.
-
-        Args:
-            tokens: ``[P, R]`` int64 places in the drafter's vocabulary.
-            chosen: what :meth:`choose` returned.
-            seen: ``[P, R]`` bool, whether the text before a node holds a token.
-
-        Returns:
-            ``[P, R]`` bool.
-        """
+        ``tokens``: ``[P, R]`` int64 places in the drafter's vocabulary.
+        ``chosen``: what :meth:`choose` returned.
+        ``seen``: ``[P, R]`` bool, whether the text before a node holds a token.
+        Returns ``[P, R]`` bool."""
         row = torch.empty_like(self.order)
         row[self.order] = torch.arange(len(row), device=row.device)
         row = row[tokens]

@@ -23,11 +23,7 @@ def part_name(number: int) -> str:
 
 
 def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """A model's config with only some of its layers.
-
-    Raises:
-        ValueError: it has no such layer.
-    """
+    """A model's config with only some of its layers. Raises ValueError: it has no such layer."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     count = text.num_hidden_layers
@@ -44,10 +40,8 @@ def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
 def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     """A model of some of the target's layers, in their order, with its embeddings, final norm and LM head: a copy in
     float32, on the target's device.
-
-    Raises:
-        ValueError: the target has no such layer, or its weights cannot be copied, because they are quantised or spread.
-    """
+    Raises ValueError: the target has no such layer, or its weights cannot be copied, because they are quantised or
+    spread."""
     model: Any = type(target.model)(config_of_layers(target.model.config, layers))
     model = model.to(target.device, torch.float32)
     given = target.model.state_dict()
@@ -68,10 +62,7 @@ def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
 def size_of_layers(config: Any, layers: Sequence[int]) -> tuple[int, int]:
     """Parameters of a model of these layers: of the layers and the final norm; of the embeddings and the LM head, once
     if they are tied.
-
-    Raises:
-        ValueError: there is no such layer.
-    """
+    Raises ValueError: there is no such layer."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of_layers(config, layers))
     ends = {model.get_output_embeddings().weight, model.get_input_embeddings().weight}

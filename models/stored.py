@@ -8,7 +8,6 @@ that it is converted into (:mod:`draftsmith.models.from_gguf`).
 
 import contextlib
 import errno
-import filecmp
 import hashlib
 import json
 import os
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import cache_folder, json_object, locked, parse_json, replacing, write_json
+from draftsmith.common.files import cache_folder, json_object, parse_json, replacing
+from draftsmith.models.precision import say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +39,7 @@ _NEVER = [
 ]  # fmt: skip
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 FETCHED = "models/smollm2"  # what `make models` fetches
-_SINGLE, _PICKLE = "model.safetensors", "pytorch_model.bin"
-_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # copied with converted weights
+SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
 STAMP = "converted_from.json"  # in a converted copy: what it was made of
 GGUF = "gguf_sha256"  # field of the stamp: SHA-256 of the GGUF file
 
@@ -58,10 +57,7 @@ def local_folder(name: str) -> Path | None:
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that a name stands for: its path, or that of a folder with one and no config.json, outside or
     inside this project; None if it stands for none.
-
-    Raises:
-        ValueError: the folder holds several.
-    """
+    Raises ValueError: the folder holds several."""
     folder = local_folder(name)
     if folder is not None:
         files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
@@ -76,11 +72,7 @@ def gguf_file(name: str) -> Path | None:
 
 def known_folder(name: str) -> Path | None:
     """:func:`local_folder`; None for a GGUF file and for what may be a Hub id.
-
-    Raises:
-        FileNotFoundError: it can be none of these.
-        ValueError: a folder with several GGUF files.
-    """
+    Raises FileNotFoundError: it can be none of these. ValueError: a folder with several GGUF files."""
     if gguf_file(name) is not None:
         return None
     folder = local_folder(name)
@@ -100,11 +92,7 @@ def known_folder(name: str) -> Path | None:
 
 def drafter_config(folder: Path, name: str) -> dict[str, Any]:
     """The config.json of a drafter's folder, which the user calls ``name``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or the folder holds something else.
-    """
+    Raises FileNotFoundError: there is none. ValueError: it is damaged, or the folder holds something else."""
     if not (folder / "config.json").exists():
         hint = "training has not finished; go on with --resume" if (folder / "checkpoints").exists() else "no drafter"
         raise FileNotFoundError(f"{folder}: no config.json here: {hint}")
@@ -126,25 +114,19 @@ def drafter_config(folder: Path, name: str) -> dict[str, Any]:
 
 def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether a folder holds a drafter in a format that models/import_drafter.py reads or knows of.
-
-    Raises:
-        ValueError: its safetensors file is damaged.
-    """
+    Raises ValueError: its safetensors file is damaged."""
     fields = {"speculators_model_type", "eagle_config", "draft_vocab_size", "medusa_num_heads", "dflash_config"}
     if fields & config.keys() or config.get("model_type") == "medusa":
         return True
-    file = folder / _SINGLE  # EAGLE-1 has the config of a Llama model, of one layer
+    file = folder / SINGLE  # EAGLE-1 has the config of a Llama model, of one layer
     if not file.exists():
-        return config.get("num_hidden_layers") == 1 and (folder / _PICKLE).exists()
+        return config.get("num_hidden_layers") == 1 and (folder / PICKLE).exists()
     return "fc.weight" in safetensors_header(file)[1]
 
 
 def check_drafter_name(name: str) -> None:
     """What can be said of a drafter's folder before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`.
-    """
+    Raises FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`."""
     folder = known_folder(name)
     if folder is not None:
         drafter_config(folder, name)
@@ -153,15 +135,9 @@ def check_drafter_name(name: str) -> None:
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """:func:`local_folder`, the converted copy of a :func:`gguf_file`, or the download of a Hub id (the last two are
     announced by a line on stderr if there is anything to do).
-
-    Args:
-        weights: whether to download its weights too.
-
-    Raises:
-        FileNotFoundError: it is none of these, or cannot be downloaded.
-        ValueError: a GGUF file cannot be converted.
-        OSError: the cache cannot be written, or the disk is full.
-    """
+    ``weights``: whether to download its weights too.
+    Raises FileNotFoundError: it is none of these, or cannot be downloaded. ValueError: a GGUF file cannot be converted.
+    OSError: the cache cannot be written, or the disk is full."""
     file = gguf_file(name)
     if file is not None:
         from draftsmith.models import from_gguf  # it needs this module
@@ -181,24 +157,19 @@ _MEDUSA = "medusa_lm_head"  # .safetensors, or .pt: a pickle
 
 def published_folder(name: str, revision: str | None = None, pickles: bool = False) -> Path:
     """The folder of a drafter that somebody published: a local one, or the download of a Hub id.
-
-    Args:
-        pickles: download pickled weights where there are no others.
-
-    Raises:
-        FileNotFoundError: there is none, or it cannot be downloaded.
-    """
+    ``pickles``: download pickled weights where there are no others.
+    Raises FileNotFoundError: there is none, or it cannot be downloaded."""
     if gguf_file(name) is not None:
         raise FileNotFoundError(f"'{name}': a GGUF file is a model; a folder or Hub id of a drafter is needed")
     folder = known_folder(name)
     if folder is not None:
         return folder
-    small = ["config.json", f"{_SINGLE}.index.json", "README.md"]
+    small = ["config.json", f"{SINGLE}.index.json", "README.md"]
     folder = _download(name, revision, allow_patterns=[*small, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
         if not pickles:
             raise FileNotFoundError(f"'{name}': it has no safetensors files; pickled ones are read with --allow-pickle")
-        pickled = [*_PICKLED, f"{_PICKLE}.index.json", f"{_MEDUSA}.pt"]
+        pickled = [*_PICKLED, f"{PICKLE}.index.json", f"{_MEDUSA}.pt"]
         folder = _download(
             name, revision, ": its pickled weights, there are no others", allow_patterns=[*small, *pickled]
         )
@@ -207,25 +178,22 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
 
 def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]":
     """All tensors of a published drafter's folder, on the CPU.
-
-    Args:
-        pickles: pickled weights may be read, as tensors only.
-
-    Raises:
-        FileNotFoundError: there are no weights, or some are missing.
-        ValueError: a file is damaged, or it is a pickle and holds more than tensors or may not be read.
-    """
+    ``pickles``: pickled weights may be read, as tensors only.
+    Raises FileNotFoundError: there are no weights, or some are missing. ValueError: a file is damaged, or it is a
+    pickle and holds more than tensors or may not be read."""
     from safetensors.torch import load_file
 
+    from draftsmith.models.pickled import read_pickle
+
     single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
-    files = [file for file in single if file.exists()][:1] or _weight_files(folder)
+    files = [file for file in single if file.exists()][:1] or weight_files(folder)
     tensors: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
             safetensors_header(file)
         elif not pickles:
             raise ValueError(f"{file}: pickled weights; with --allow-pickle they are read, as tensors only")
-        tensors |= load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        tensors |= load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
     return tensors
 
 
@@ -239,7 +207,7 @@ def _download(name: str, revision: str | None, what: str = "", **patterns: list[
             snapshot_download(name, local_files_only=True, **kwargs)
         except Exception:  # it is not, or not all of it, in the cache
             if not offline:
-                print(f"fetching '{name}' from {hub}{what}", file=sys.stderr, flush=True)
+                say(f"fetching '{name}' from {hub}{what}")
         with _bars_on_a_terminal():
             return Path(snapshot_download(name, **kwargs))
     except errors.GatedRepoError:
@@ -279,12 +247,7 @@ def _bars_on_a_terminal() -> Iterator[None]:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's ``config.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is no JSON object.
-    """
+    """A folder's ``config.json``. Raises FileNotFoundError: there is none. ValueError: it is no JSON object."""
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder}: no config.json here, so this is no model folder")
     return json_object(folder / "config.json", "config")
@@ -295,19 +258,19 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def with_safetensors(folder: Path) -> Path:
     """The folder itself, or the cached safetensors copy of its pickled weights, made now if need be.
+    Raises FileNotFoundError: there are no weights, or some are missing. ValueError: a file is damaged, or a pickle
+    holds more than tensors. OSError: the cache cannot be written, or the disk is full."""
+    files = weight_files(folder)
+    if files[0].suffix == ".safetensors":
+        return folder
+    from draftsmith.models import pickled  # it needs this module, and torch
 
-    Raises:
-        FileNotFoundError: there are no weights, or some are missing.
-        ValueError: a file is damaged, or a pickle holds more than tensors.
-        OSError: the cache cannot be written, or the disk is full.
-    """
-    files = _weight_files(folder)
-    return folder if files[0].suffix == ".safetensors" else _converted(folder, files)
+    return pickled.converted(folder, files)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of weights, found in the order in which ``transformers`` looks for them."""
-    for single in (_SINGLE, _PICKLE):
+    for single in (SINGLE, PICKLE):
         if (folder / single).exists():
             return [folder / single]
         index = folder / f"{single}.index.json"
@@ -330,10 +293,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """The offset of a safetensors file's data, and ``dtype``, ``shape`` and ``data_offsets`` of each tensor.
-
-    Raises:
-        ValueError: the file is damaged or truncated.
-    """
+    Raises ValueError: the file is damaged or truncated."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
@@ -362,10 +322,7 @@ def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
 
 def check_safetensors(folder: Path) -> dict[str, list[int]]:
     """Check each safetensors file against its header, before a library reads it; returns the shape of every tensor.
-
-    Raises:
-        ValueError: a file is truncated or damaged.
-    """
+    Raises ValueError: a file is truncated or damaged."""
     headers = (safetensors_header(file)[1] for file in sorted(folder.glob("*.safetensors")))
     return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
@@ -373,11 +330,7 @@ def check_safetensors(folder: Path) -> dict[str, list[int]]:
 def stored_dtype(folder: Path) -> str:
     """The dtype of a stored model by torch's name: as its config says, else that of its first floating-point tensor,
     else float32, which ``transformers`` then uses.
-
-    Raises:
-        FileNotFoundError: there is no config.
-        ValueError: the config or a file is damaged.
-    """
+    Raises FileNotFoundError: there is no config. ValueError: the config or a file is damaged."""
     config = config_of(folder)
     for part in (config, config.get("text_config")):
         for name in ("dtype", "torch_dtype"):  # the older name
@@ -395,12 +348,8 @@ def fingerprint(folder: Path) -> str:
     It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
     number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; for what was
     converted from a GGUF file it is that file's SHA-256.
-
-    Raises:
-        ValueError: a file is damaged.
-        FileNotFoundError: there is no config, or pickled weights are incomplete.
-    """
-    stored = (folder / _SINGLE).exists() or (folder / f"{_SINGLE}.index.json").exists()
+    Raises ValueError: a file is damaged. FileNotFoundError: there is no config, or pickled weights are incomplete."""
+    stored = (folder / SINGLE).exists() or (folder / f"{SINGLE}.index.json").exists()
     if not stored and any(folder.glob("pytorch_model*.bin")):
         folder = with_safetensors(folder)
     if (folder / STAMP).exists() and GGUF in (made := json_object(folder / STAMP)):
@@ -433,11 +382,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def conversions(kind: str) -> Path:
-    """The cache's folder of converted copies, made if missing.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
+    """The cache's folder of converted copies, made if missing. Raises ValueError: it cannot be made."""
     cache = cache_folder() / kind
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -448,141 +393,28 @@ def conversions(kind: str) -> Path:
     return cache
 
 
-def check_room(cache: Path, size: int, source: Path) -> None:
-    """Check that a converted copy fits on the disk of its cache.
-
-    Args:
-        size: of the copy, in bytes.
-
-    Raises:
-        ValueError: it does not.
-    """
-    free = shutil.disk_usage(cache).free
+@contextlib.contextmanager
+def converting(copy: Path, size: int, source: Path, announcement: str) -> Iterator[None]:
+    """Make a converted copy inside the block; an unfinished one is removed, before it and where it fails.
+    Raises ValueError: ``size`` bytes do not fit on the disk."""
+    shutil.rmtree(copy, ignore_errors=True)
+    free = shutil.disk_usage(copy.parent).free
     if free < size + _MARGIN:
         raise ValueError(
-            f"{cache}: a safetensors copy of {source} needs {size / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
+            f"{copy.parent}: a safetensors copy of {source} needs {size / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free; "
             "free some space, or set DRAFTSMITH_CACHE to a folder on another disk"
         )
-
-
-# ---- pickled weights
-
-
-def _converted(folder: Path, files: list[Path]) -> Path:
-    """The safetensors copy of a folder with pickled weights: one folder per source, written again if a file changed."""
-    folder = folder.resolve()
-    facts = {file.name: file.resolve().stat() for file in files}
-    stamp = {
-        "folder": str(folder),
-        "files": {name: [str((folder / name).resolve()), s.st_size, s.st_mtime_ns] for name, s in facts.items()},
-    }
-    copy = conversions("models") / f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
-    with locked(copy.with_name(f"{copy.name}.lock")):
-        if not _is_whole(copy, stamp):
-            size = sum(s.st_size for s in facts.values())
-            _convert(folder, files, copy, size)
-            write_json(copy / STAMP, stamp)  # last, since a copy without it is not used
-        _copy_beside(folder, copy)
-    return copy
-
-
-def _is_whole(copy: Path, stamp: Mapping[str, Any]) -> bool:
-    """Whether a safetensors copy was made from these files and is still complete."""
+    say(announcement)
     try:
-        if json_object(copy / STAMP) != stamp:
-            return False
-        _weight_files(copy)
-        check_safetensors(copy)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _convert(folder: Path, files: list[Path], copy: Path, size: int) -> None:
-    """Convert shard by shard, so that only one is in memory."""
-    shutil.rmtree(copy, ignore_errors=True)  # an unfinished one, or one of other files
-    check_room(copy.parent, size, folder)
-    copy.mkdir()
-    print(
-        f"{folder}: pickled weights ({len(files)} files, {size / 1e9:,.2f} GB), read as tensors only and converted "
-        f"once to safetensors in {copy}",
-        file=sys.stderr,
-        flush=True,
-    )
-    try:
-        written: dict[str, str] = {}
-        total = 0
-        for number, file in enumerate(files, 1):
-            tensors = _read_pickle(file)
-            if len(files) > 1:
-                print(f"  {number}/{len(files)} {file.name}", file=sys.stderr, flush=True)
-                name = f"model-{number:05}-of-{len(files):05}.safetensors"
-            else:
-                name = _SINGLE
-            repeated = sorted(written.keys() & tensors.keys())
-            if repeated:
-                raise ValueError(f"{file}: holds tensor '{repeated[0]}', which another file holds too; fetch it again")
-            save_tensors(_alone(tensors), copy / name)
-            written |= dict.fromkeys(tensors, name)
-            total += sum(t.numel() * t.element_size() for t in tensors.values())
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(written.items()))}
-            write_json(copy / f"{_SINGLE}.index.json", index)
+        yield
     except BaseException:
         shutil.rmtree(copy, ignore_errors=True)
         raise
 
 
-def _read_pickle(file: Path) -> "dict[str, Tensor]":
-    """Read a state dict without running anything that the pickle may contain.
-
-    Raises:
-        ValueError: the file is damaged, or holds anything but named tensors.
-    """
-    import pickle
-    import warnings
-    import zipfile
-
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old pickle protocols
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:
-        unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if unsafe:
-            raise ValueError(
-                f"{file}: this pickle holds more than tensors ({unsafe[1]}) and could run any code; it is not loaded"
-            ) from None
-        raise ValueError(f"{file}: not a file of weights, or damaged; fetch it again") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError, UnicodeDecodeError):
-        raise ValueError(f"{file}: not a file of weights, or truncated; fetch it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds a {type(content).__name__}, not tensors by name; it is not a model's weights")
-    for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise ValueError(f"{file}: '{name}' is no plain tensor; these are not a model's weights alone")
-    return content
-
-
-def _alone(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    """Copies of tensors that share memory with an earlier one, since a safetensors file stores each by itself."""
-    seen: set[int] = set()
-    apart: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return apart
-
-
 def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
     """Write a safetensors file, whole or not at all, of tensors on any device.
-
-    Raises:
-        OSError: the disk is full, or it cannot be written.
-    """
+    Raises OSError: the disk is full, or it cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -596,18 +428,3 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path) -> None:
         except SafetensorError as error:  # it wraps the system's error in text of its own
             number = re.search(r"\(os error (\d+)\)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, str(error)) from None
-
-
-def _copy_beside(folder: Path, copy: Path) -> None:
-    """Copy config, tokenizer and code beside the converted weights, where they changed."""
-
-    def small(where: Path) -> set[str]:
-        kept = {f"{_SINGLE}.index.json", f"{_PICKLE}.index.json", STAMP}
-        return {f.name for f in where.iterdir() if f.suffix in _BESIDE and f.is_file() and f.name not in kept}
-
-    for name in small(folder):
-        if not (copy / name).exists() or not filecmp.cmp(folder / name, copy / name):
-            with replacing(copy / name) as temporary:
-                shutil.copy2(folder / name, temporary)
-    for name in small(copy) - small(folder):
-        (copy / name).unlink()

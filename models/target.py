@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,7 +74,7 @@ class Target:
         self.decoder: nn.Module = self.model.get_decoder()
         lm_head = self.model.get_output_embeddings()
         if lm_head is None:
-            raise ValueError(f"{self._named()}: it has no LM head; {_UNSUPPORTED}")
+            raise self._error(f"it has no LM head; {_UNSUPPORTED}")
         self.lm_head: nn.Module = lm_head
         self._check()
 
@@ -89,9 +89,7 @@ class Target:
     @property
     def embeddings(self) -> nn.Module:
         """The token embeddings: ids to vectors ``[..., d]``."""
-        found = self.model.get_input_embeddings()
-        assert isinstance(found, nn.Module)
-        return found
+        return cast(nn.Module, self.model.get_input_embeddings())
 
     @property
     def vocab_size(self) -> int:
@@ -135,10 +133,7 @@ class Target:
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``.
-
-        Args:
-            positions: ``[B, T]``; a 0 begins another sample, which does not attend to the ones before.
-        """
+        ``positions``: ``[B, T]``; a 0 begins another sample, which does not attend to the ones before."""
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden.to(tokens.device)  # a spread target may end on another device
 
@@ -146,25 +141,15 @@ class Target:
         """Last hidden states as :meth:`hidden` gives them, then the inputs of the captured layers, in their order.
 
         Only what is captured is kept, not every layer's output.
-
-        Args:
-            tokens, positions: as :meth:`hidden` takes them.
-            captures: numbers of layers.
-
-        Returns:
-            ``[B, T, F]``, F = d · (1 + number of layers).
-        """
+        ``tokens``, ``positions``: as :meth:`hidden` takes them.
+        ``captures``: numbers of layers.
+        Returns ``[B, T, F]``, F = d · (1 + number of layers)."""
         inputs: dict[int, Tensor] = {}
 
-        def keep(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs[number] = args[0] if args else kwargs["hidden_states"]
 
-        handles = [
-            self.layers[number].register_forward_pre_hook(
-                lambda _, args, kwargs, number=number: keep(number, args, kwargs), with_kwargs=True
-            )
-            for number in captures
-        ]
+        handles = [self.layers[i].register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i in captures]
         try:
             hidden = self.hidden(tokens, positions)
         finally:
@@ -174,15 +159,11 @@ class Target:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers.
-
-        Raises:
-            ValueError: they are not one list.
-        """
+        """The decoder's layers. Raises ValueError: they are not one list."""
         lists = [m for m in self.decoder.modules() if isinstance(m, nn.ModuleList)]
         found = [m for m in lists if len(m) == self.config.num_hidden_layers]
         if not found:
-            raise ValueError(f"{self._named()}: its layers are not in one list; {_UNSUPPORTED}")
+            raise self._error(f"its layers are not in one list; {_UNSUPPORTED}")
         return found[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -211,18 +192,12 @@ class Target:
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Check that packed samples do not attend to each other.
-
-        Raises:
-            ValueError: in this family they do.
-        """
+        """Check that packed samples do not attend to each other. Raises ValueError: in this family they do."""
         tokens = torch.arange(1, 7, device=self.device)[None]
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
         packed, alone = self.hidden(tokens, positions)[:, 3:].float(), self.hidden(tokens[:, 3:]).float()
         if (packed - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below other samples' effect
-            raise ValueError(
-                f"{self._named()}: packed samples attend to each other in this family; set data.packing=false"
-            )
+            raise self._error("packed samples attend to each other in this family; set data.packing=false")
 
     @contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
@@ -231,7 +206,7 @@ class Target:
         self.model.set_attn_implementation(implementation)
         try:
             if self.config._attn_implementation != implementation:  # transformers only warns
-                raise ValueError(f"{self._named()}: its attention cannot be replaced; {_UNSUPPORTED}")
+                raise self._error(f"its attention cannot be replaced; {_UNSUPPORTED}")
             yield
         finally:
             self.model.set_attn_implementation(before)
@@ -248,26 +223,22 @@ class Target:
             described |= {"adapter": self.adapter, "merged_fingerprint": self.merged_fingerprint}
         return described
 
-    def _named(self) -> str:
-        return f"target '{self.name}' ({self.config.model_type})"
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"target '{self.name}' ({self.config.model_type}): {what}")
 
     @torch.no_grad()
     def _check(self) -> None:
         """Check that our hidden states and logits equal the model's own, that each layer keeps keys and values of one
-        shape, and that weights and logits are finite.
-
-        Raises:
-            ValueError: one of these does not hold.
-        """
+        shape, and that weights and logits are finite."""
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
-            raise ValueError(f"{self._named()}: it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
+            raise self._error(f"it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
         # Checked separately: attention kernels may skip NaN scores, and then the logits are finite.
         for name, weight in self.model.named_parameters():
             exempt = weight.dtype not in _FLOATS or weight.is_meta or not weight.numel()
             if not exempt and not all(bound.isfinite() for bound in weight.aminmax()):
-                raise ValueError(
-                    f"{self._named()}: '{name}' holds NaN or infinity in {weight.dtype}; its weights are damaged, or "
+                raise self._error(
+                    f"'{name}' holds NaN or infinity in {weight.dtype}; its weights are damaged, or "
                     "it needs bfloat16 or float32"
                 )
         tokens = torch.tensor([[1, 2]], device=self.device)
@@ -279,28 +250,19 @@ class Target:
         except (RuntimeError, IndexError) as error:
             if _out_of_memory(error):
                 raise
-            raise ValueError(
-                f"{self._named()}: it cannot run ({_reason(error)}); check the shapes in its config.json"
-            ) from None
-        layers = cast(list[DynamicLayer], cache.layers)
-        if len(layers) != self.config.num_hidden_layers or any(
-            layer.keys.shape != layer.values.shape for layer in layers
-        ):
-            raise ValueError(
-                f"{self._named()}: its layers do not each keep keys and values of one shape; {_UNSUPPORTED}"
-            )
+            raise self._error(f"it cannot run ({_reason(error)}); check the shapes in its config.json") from None
+        layers, count = cast(list[DynamicLayer], cache.layers), self.config.num_hidden_layers
+        if len(layers) != count or any(layer.keys.shape != layer.values.shape for layer in layers):
+            raise self._error(f"its layers do not each keep keys and values of one shape; {_UNSUPPORTED}")
         # (key/value heads, head width) of every layer: families name these in a dozen ways, some vary them by layer.
         self.kv_shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers]
         self.kv_devices = [layer.keys.device for layer in layers]
         if not expected.isfinite().all():
-            raise ValueError(
-                f"{self._named()}: its logits are not finite in {self.dtype}; its weights are damaged, or it needs "
-                "bfloat16 or float32"
+            raise self._error(
+                f"its logits are not finite in {self.dtype}; its weights are damaged, or it needs bfloat16 or float32"
             )
         if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
-            raise ValueError(
-                f"{self._named()}: its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}"
-            )
+            raise self._error(f"its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}")
 
 
 def cache_argument(module: nn.Module) -> str:
@@ -333,12 +295,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """A target's config.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is a drafter's or no JSON object, or transformers does not know its family or rejects a field.
-    """
+    """A target's config."""
     stored, file = config_of(folder), folder / "config.json"
     if "drafter_type" in stored:
         described = stored.get("target")
@@ -366,11 +323,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check the config against the stored tensors by name and shape, before any memory is allocated.
-
-    Raises:
-        ValueError: the config yields no model, or one with other shapes or far more parameters.
-    """
+    """Check the config against the stored tensors by name and shape, before any memory is allocated."""
     file = folder / "config.json"
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     if layers > len(shapes):
@@ -404,11 +357,7 @@ def _some(what: str, names: Sequence[str]) -> str:
 
 
 def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
-    """Load the model; every weight has to come from its files, none missing and none left over.
-
-    Raises:
-        ValueError: weights are missing, unexpected or of another shape, or transformers cannot load the model.
-    """
+    """Load the model; every weight has to come from its files, none missing and none left over."""
     try:
         with _quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -432,11 +381,7 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
 
 def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Check that every token has an embedding, except added tokens that never occur in a text: the padding token, and
-    those that are neither the BOS, EOS or unknown token nor part of the chat template.
-
-    Raises:
-        ValueError: the model's vocabulary is smaller.
-    """
+    those that are neither the BOS, EOS or unknown token nor part of the chat template."""
     template = str(tokenizer.chat_template or "")
     needed = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
     unused = {
@@ -452,9 +397,8 @@ def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_siz
         )
 
 
-def _layers_elsewhere(folder: Path, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
+def _layers_elsewhere(config: PretrainedConfig, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
     """Accelerate's device map: every decoder layer is kept ``where``, all other modules are on the device."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -498,13 +442,10 @@ def load_target(
         ValueError: its files are damaged or do not belong together, its family is not supported, an argument is
             unknown, bitsandbytes is missing, or quantised layers are to be offloaded.
     """
-    for what, value, known in (
-        ("dtype", dtype, ("auto", *DTYPES)),
-        ("quantize", quantize, QUANTIZE),
-        ("device_map", device_map, DEVICE_MAPS),
-    ):
-        if value not in known:
-            raise ValueError(f"{what} '{value}': unknown; use {', '.join(known)}")
+    known = {"dtype": ("auto", *DTYPES), "quantize": QUANTIZE, "device_map": DEVICE_MAPS}
+    for what, value in {"dtype": dtype, "quantize": quantize, "device_map": device_map}.items():
+        if value not in known[what]:
+            raise ValueError(f"{what} '{value}': unknown; use {', '.join(known[what])}")
     choose_device(device)
     if device_map == "cpu" and torch.device(device).type == "cpu":
         raise ValueError("device map 'cpu': the device is the CPU itself; use 'disk' there")
@@ -516,19 +457,15 @@ def load_target(
     config = _read_config(folder, trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     folder = with_safetensors(folder)
-    shapes = check_safetensors(folder)
-    _check_shapes(folder, config, shapes)
+    _check_shapes(folder, config, check_safetensors(folder))
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL:
         logging.disable_progress_bar()  # it would only flash
-    quantized = quantize != "none"
-    chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantized, weights=weights)
+    chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
-    if device_map in ("cpu", "disk"):
-        options["device_map"] = _layers_elsewhere(folder, device_map, device, trust_remote_code)
-    elif device_map == "auto":
-        options["device_map"] = "auto"
     if device_map != "none":
+        apart = device_map != "auto"
+        options["device_map"] = _layers_elsewhere(config, device_map, device, trust_remote_code) if apart else "auto"
         options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":

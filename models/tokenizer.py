@@ -11,28 +11,17 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 # Files that may hold the vocabulary.
 _VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model*",
-    "*.tiktoken",
-    "tiktoken.model",
-    "vocab.json",
-    "vocab.txt",
-    "*.spm",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+    "tokenizer.json tokenizer.model* *.tiktoken tiktoken.model vocab.json vocab.txt *.spm spiece.model "
+    "sentencepiece.bpe.model tekken.json"
+).split()
 
 
 def load_tokenizer(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder, a GGUF file or a Hub id; no weights are downloaded.
-
-    Raises:
-        FileNotFoundError: there is no such folder or repository, or no tokenizer in it.
-        ValueError: the tokenizer is damaged, or needs its own code.
-    """
+    Raises FileNotFoundError: there is no such folder or repository, or no tokenizer in it. ValueError: the tokenizer is
+    damaged, or needs its own code."""
     folder = name if isinstance(name, Path) else resolve_folder(name, revision, weights=False)
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
@@ -42,22 +31,15 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         ids = tokenizer("word", add_special_tokens=False)["input_ids"]
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise ValueError(_damaged(folder, error)) from None
     except BaseException as error:  # transformers raises many types for damaged files, tokenizers may panic
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(_damaged(folder, error)) from None
-        raise
+        stops = not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        if stops or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        reason = first_line(error, 160)
+        why = f"cannot be loaded ({type(error).__name__}: {reason}); fetch it again"
+        if "custom code" in reason or "trust_remote_code" in str(error):
+            why = "needs code that comes with it; read it, then allow it: trust_remote_code"
+        raise ValueError(f"{folder}: the tokenizer {why}") from None
     if not ids:  # transformers makes an empty tokenizer of an empty file
         raise ValueError(f"{folder}: the tokenizer cannot be used, it yields no token for a word; fetch it again")
     return tokenizer
-
-
-def _damaged(folder: Path, error: BaseException) -> str:
-    """The message for a tokenizer that cannot be loaded."""
-    reason = first_line(error, 160)
-    if "custom code" in reason or "trust_remote_code" in str(error):
-        return f"{folder}: the tokenizer needs code that comes with it; read it, then allow it: trust_remote_code"
-    return f"{folder}: the tokenizer cannot be loaded ({type(error).__name__}: {reason}); fetch it again"

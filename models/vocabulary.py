@@ -18,14 +18,9 @@ SIZES = (2048, 4096, 8192, 16384, 32768)  # whose coverage is reported beside th
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
     """The ids of the ``size`` highest counts, equal counts by the lower id.
-
-    Args:
-        counts: ``[V]``, of any dtype.
-        size: S, at most V.
-
-    Returns:
-        ``[S]`` int64, ascending.
-    """
+    ``counts``: ``[V]``, of any dtype.
+    ``size``: S, at most V.
+    Returns ``[S]`` int64, ascending."""
     assert 0 < size <= len(counts)
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
@@ -44,16 +39,25 @@ def coverage_by_size(train: Tensor, held_out: Tensor, sizes: Sequence[int] = SIZ
 
 def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
     """The place of each token in a draft vocabulary.
-
-    Args:
-        tokens: ``[…]`` int64 ids of the target; negative ones are outside.
-        ids: ``[S]`` int64, ascending, on the same device.
-
-    Returns:
-        ``[…]`` int64; ``outside`` where the token is not among ``ids``.
-    """
+    ``tokens``: ``[…]`` int64 ids of the target; negative ones are outside.
+    ``ids``: ``[S]`` int64, ascending, on the same device.
+    Returns ``[…]`` int64; ``outside`` where the token is not among ``ids``."""
     place = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
     return torch.where(ids[place] == tokens, place, outside)
+
+
+def check_whole(config: object, names: Sequence[str]) -> None:
+    """Raises ValueError: one of these fields of a drafter's config is no whole number above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"field '{name}' is {value!r}; it has to be a whole number above 0")
+
+
+def check_projection(projection: object) -> None:
+    """Raises ValueError: the field ``projection`` of a drafter's config is neither ``own`` nor ``shared``."""
+    if projection not in ("own", "shared"):
+        raise ValueError(f"field 'projection' is {projection!r}; it has to be 'own' or 'shared'")
 
 
 def check_size(size: object, vocab_size: int) -> None:
@@ -67,10 +71,7 @@ def check_size(size: object, vocab_size: int) -> None:
 
 def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> None:
     """Refuse a map that is not ``size`` ascending ids of the target.
-
-    Raises:
-        ValueError: another size or dtype, ids that repeat, do not ascend, or are not the target's.
-    """
+    Raises ValueError: another size or dtype, ids that repeat, do not ascend, or are not the target's."""
     if ids.shape != (size,) or ids.dtype not in (torch.int32, torch.int64):
         dtype = str(ids.dtype).removeprefix("torch.")
         wrong = f"is {list(ids.shape)} of {dtype}; draft_vocab_size={size} needs [{size}] of int64 or int32"
@@ -86,10 +87,7 @@ def check_draft_vocab(ids: Tensor, size: int, vocab_size: int, where: str) -> No
 @torch.no_grad()
 def head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
     """A frozen copy of an LM head's rows, on the device of ``ids [S]``: ``[…, d] → […, S]``.
-
-    Raises:
-        ValueError: the LM head is quantised, so that its rows cannot be taken.
-    """
+    Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
     from accelerate.utils import align_module_device  # only where rows are taken
 
     with align_module_device(lm_head):  # an offloaded one comes back for this

@@ -57,17 +57,9 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
 )
 from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.lean import (
-    Buffers,
-    FusedBuffers,
-    Layer,
-    NativeLayers,
-    RMSNorm,
-    can_fuse,
-    run_fused_layer,
-    run_layer,
-)
+from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
 from draftsmith.models.lean_from import packed_linears
+from draftsmith.models.lean_native import NativeLayers
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
@@ -537,7 +529,7 @@ def _lean_parts(eagle: Eagle, target: Target) -> tuple[Layer, _PairInput | None,
         norm(module.post_attention_layernorm),
         gate_up,
         None,
-        module.mlp.act,
+        module.mlp.act_fn,
         down,
         None,
         None,

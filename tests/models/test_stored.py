@@ -213,7 +213,7 @@ def test_a_conversion_that_was_killed_is_begun_again(folder, monkeypatch):
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "write_json", killed)
+        patch.setattr("draftsmith.models.pickled.write_json", killed)
         with pytest.raises(SystemExit):
             with_safetensors(folder)
     assert [path.suffix for path in (stored.cache_folder() / "models").iterdir()] == [".lock"], "no half copy is left"
