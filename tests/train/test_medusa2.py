@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from training_runs import assert_same_files, make_batch, metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data import packing
@@ -57,15 +58,6 @@ def make_module(target, moved=True, modules=ALL, **fields):
         for parameter in heads.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return Medusa2(target, heads, stage_of(**fields))
-
-
-def make_batch(vocab_size):
-    torch.manual_seed(4)
-    tokens = torch.randint(vocab_size, (4, 14), dtype=torch.int32)
-    supervised = torch.zeros(4, 14, dtype=torch.bool)
-    for row, (begin, end) in enumerate([(3, 12), (6, 10), (5, 7), (2, 14)]):
-        supervised[row, begin:end] = True
-    return {"tokens": tokens, "supervised": supervised}
 
 
 def definition(target, batch, kind):
@@ -256,48 +248,32 @@ def test_untie(make_target):
 # ---- the command
 
 
+MAIN = medusa.main
+FINAL = ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors")
 TEN_STEPS = {"steps": 10, "batch": {"sequences": 8, "accumulate": 2}}
 JOINT = {"lora": {"r": 4, "dropout": 0.1}, "head_weight": 0.1}
 
 
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
-    content = {
-        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
-        "target": {"name": str(tiny_lm)},
-        "drafter": {"num_draft_heads": HEADS, "projection": "shared"},
-        "data": {
-            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
-            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
-        },
-        "stages": [
-            {"name": "medusa-1", **TEN_STEPS, "optim": {"lr": 1e-2}},
-            {"name": "medusa-2", **TEN_STEPS, "optim": {"lr": 1e-4}, "joint": JOINT},
-        ],
-        "precision": {"autocast": "none", "threads": 1},
-        "checkpoint": {"every": 5, "keep": 1},
-        "evaluate": {"every": 5},
-        "export": {"merged": True},
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    stages = [
+        {"name": "medusa-1", **TEN_STEPS, "optim": {"lr": 1e-2}},
+        {"name": "medusa-2", **TEN_STEPS, "optim": {"lr": 1e-4}, "joint": JOINT},
+    ]
+    sections = {"checkpoint": {"every": 5, "keep": 1}, "evaluate": {"every": 5}, "export": {"merged": True}}
+    drafter = {"num_draft_heads": HEADS, "projection": "shared"}
+    return write_recipe(tmp_path_factory.mktemp("runs"), tiny_lm, drafter, stages, **sections)
 
 
 @pytest.fixture(scope="module")
-def whole(recipe, run_main):
-    code, _, err = run_main(medusa.main, recipe)
-    assert (code, err) == (0, "")
-    folder = recipe.parent / "whole"
+def whole(train, run_main):
+    folder = train("whole")
     assert run_main(calibrate.main, folder, "--nodes", 4, "--device", "cpu")[0] == 0
     return folder
 
 
-def metrics(folder, key):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+def after_step(step):
+    return Medusa1, "count", 2 * step  # two micro-batches a step
 
 
 def test_both_stages_run(whole, tiny_lm):
@@ -326,105 +302,55 @@ def test_the_heads_are_exported_for_the_merged_target(whole, tiny_lm, tmp_path, 
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_heads.0.weight"].float(), head.float())
 
 
-def test_the_teacher_of_kept_hidden_states(recipe, whole, run_main, monkeypatch):
+def test_the_teacher_of_kept_hidden_states(whole, train, monkeypatch):
     monkeypatch.setattr(medusa, "switched_off", None)  # it is not run again
-    code, _, err = run_main(medusa.main, recipe, "run.name=kept", "cache_hidden=memory", "export.merged=false")
-    assert (code, err) == (0, "")
-    assert metrics(recipe.parent / "kept", "kl") == pytest.approx(metrics(whole, "kl"), rel=0.02)
-
-
-class Killed(BaseException):
-    """Ends a run at once."""
+    folder = train("kept", "cache_hidden=memory", "export.merged=false")
+    assert metrics(folder, "kl") == pytest.approx(metrics(whole, "kl"), rel=0.02)
 
 
 @pytest.mark.parametrize("step", [4, 10, 11, 18])
-def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, step):
+def test_a_killed_run_goes_on_bit_for_bit(whole, train, step):
     """In the first stage, between the two, and in the second."""
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        count, calls = medusa.Medusa1.count, itertools.count()
-
-        def counted(self, batch):
-            if next(calls) == 2 * step:  # two micro-batches a step
-                raise Killed
-            return count(self, batch)
-
-        patch.setattr(medusa.Medusa1, "count", counted)
-        run_main(medusa.main, recipe, f"run.name=killed-{step}")
-    folder = recipe.parent / f"killed-{step}"
-    assert run_main(medusa.main, recipe, f"run.name=killed-{step}", "--resume")[0] == 0
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors"):
-        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    train.killed(after_step(step), f"killed-{step}")
+    folder = train(f"killed-{step}", "--resume")
+    assert_same_files(folder, whole, *FINAL)
     assert metrics(folder, "kl") == metrics(whole, "kl")
 
 
-def test_epochs_are_steps_once_the_rows_are_read(recipe, whole, run_main, monkeypatch):
+def test_epochs_are_steps_once_the_rows_are_read(whole, train):
     """Five passes over 16 rows, 8 a step: the same run, also when it goes on after a kill in the second stage."""
     epochs = [f"stages.{stage}.{field}" for stage in (0, 1) for field in ("steps=null", "epochs=5")]
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        count, calls = medusa.Medusa1.count, itertools.count()
-
-        def counted(self, batch):
-            if next(calls) == 2 * 18:
-                raise Killed
-            return count(self, batch)
-
-        patch.setattr(medusa.Medusa1, "count", counted)
-        run_main(medusa.main, recipe, "run.name=epochs", *epochs)
-    code, out, err = run_main(medusa.main, recipe, "run.name=epochs", *epochs, "--resume")
-    assert code == 0, err
-    folder = recipe.parent / "epochs"
-    assert "medusa-2: 5 epochs of 16 rows are 10 steps" in out and "resuming medusa-2 at step 5 of 10" in out
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "checkpoints/step-20/model.safetensors"):
-        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+    train.killed(after_step(18), "epochs", *epochs)
+    folder = train("epochs", *epochs, "--resume")
+    assert (
+        "medusa-2: 5 epochs of 16 rows are 10 steps" in train.out and "resuming medusa-2 at step 5 of 10" in train.out
+    )
+    assert_same_files(folder, whole, *FINAL)
     stages = yaml.safe_load((folder / "recipe.yaml").read_text())["stages"]
     assert [(stage["steps"], stage["epochs"]) for stage in stages] == [(10, None)] * 2
     assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
 
 
-def test_a_run_killed_before_its_stage_was_saved(recipe, run_main, monkeypatch):
+def test_a_run_killed_before_its_stage_was_saved(train):
     """The second stage begins again, with the heads that the first ended with, whatever was evaluated since."""
     rarely = ["evaluate.every=3", "checkpoint.every=10", "export.merged=false"]
-    assert run_main(medusa.main, recipe, "run.name=rarely", *rarely)[0] == 0
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        count, calls = medusa.Medusa1.count, itertools.count()
-
-        def counted(self, batch):
-            if next(calls) == 2 * 15:
-                raise Killed
-            return count(self, batch)
-
-        patch.setattr(medusa.Medusa1, "count", counted)
-        run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely)
-    assert run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume")[0] == 0
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (recipe.parent / "rarely-killed" / name).read_bytes() == (recipe.parent / "rarely" / name).read_bytes()
-    code, _, err = run_main(medusa.main, recipe, "run.name=rarely-killed", *rarely, "--resume", "stages.0.steps=12")
-    assert code == 2 and "the steps of a stage before it have changed" in err and err.count("\n") == 1
+    whole = train("rarely", *rarely)
+    train.killed(after_step(15), "rarely-killed", *rarely)
+    assert_same_files(train("rarely-killed", *rarely, "--resume"), whole, *FINAL[:2])
+    said = train.refused("rarely-killed", *rarely, "--resume", "stages.0.steps=12")
+    assert "the steps of a stage before it have changed" in said
 
 
 def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os"}\n')
     outputs = []
+    options = ["--prompts", prompts, "--max-new-tokens", 20, "--threads", 1, "--check-lossless"]
     for name, target in (("adapter", []), ("merged", ["--target", whole / "target"]), ("base", ["--target", tiny_lm])):
-        code, _, err = run_main(
-            decode.main,
-            whole,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            20,
-            "--threads",
-            1,
-            "--check-lossless",
-            "--report",
-            tmp_path / name,
-            *target,
-        )
+        code, _, err = run_main(decode.main, whole, *options, "--report", tmp_path / name, *target)
         assert code == 0, err  # base: the adapter is merged into it
         outputs.append(json.loads((tmp_path / name / "report.json").read_text())["accepted_length_histogram"])
     assert outputs[0] == outputs[1] == outputs[2]
-
     adapted, drafter = load_drafter(str(whole))
     merged = load_target(str(whole / "target"))
     ids = torch.arange(5, 60)[None]
@@ -436,22 +362,17 @@ def test_the_engine_loads_either_form(whole, run_main, tmp_path, tiny_lm):
 DIRECT = "stages=" + json.dumps([{"name": "medusa-2", **TEN_STEPS, "optim": {"lr": 1e-4}, "joint": JOINT}])
 
 
-def test_together_from_the_start(recipe, run_main):
-    code, _, err = run_main(medusa.main, recipe, "run.name=direct", DIRECT, "export.merged=false")
-    assert (code, err) == (0, "")
-    folder = recipe.parent / "direct"
+def test_together_from_the_start(train):
+    folder = train("direct", DIRECT, "export.merged=false")
     assert list(metrics(folder, "kl")) == [5, 10] and not (folder / "target").exists()
 
 
-def test_too_much_drift(recipe, run_main):
+def test_too_much_drift(train):
     overrides = ["stages.1.joint.max_kl=1e-9", "stages.1.optim.lr=1e-3"]
-    code, _, err = run_main(medusa.main, recipe, "run.name=drift", *overrides, "stages.1.joint.on_drift=stop")
-    assert code == 1 and err.count("\n") == 1
-    assert "error: the target has moved by" in err and "beyond joint.max_kl=1e-09; lower the stage's optim.lr" in err
-    code, out, err = run_main(
-        medusa.main, recipe, "run.name=drift", *overrides, "stages.1.joint.on_drift=warn", "--restart"
-    )
-    assert (code, err) == (0, "") and "weights that moved less are preferred to these" in out
+    said = train.refused("drift", *overrides, "stages.1.joint.on_drift=stop", code=1)
+    assert "the target has moved by" in said and "beyond joint.max_kl=1e-09; lower the stage's optim.lr" in said
+    train("drift", *overrides, "stages.1.joint.on_drift=warn", "--restart")
+    assert "weights that moved less are preferred to these" in train.out
 
 
 @pytest.mark.parametrize(
@@ -469,7 +390,7 @@ def test_the_selection_metric_of_a_joint_stage(capsys, tau, kl, judged):
         assert guarded(strict, tau, kl) == judged
 
 
-def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main, monkeypatch):
+def test_weights_that_moved_the_target_too_far_are_not_selected(train, monkeypatch):
     """A higher τ does not make up for a target that moved further than max_kl. The stage begins with the heads that
     were the first one's best, not with its last."""
     began, init = {}, Medusa2.__init__
@@ -483,11 +404,8 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
     monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
     moved = dict.fromkeys(("perplexity", "original_perplexity", "perplexity_ratio"), 1.0)
     monkeypatch.setattr(medusa, "drift", lambda *_: {"kl": next(kls), **moved})
-    overrides = ["stages.0.steps=2", "evaluate.every=1", "stages.1.steps=4", "checkpoint.keep=9", "checkpoint.every=1"]
-    name = "run.name=guarded"
-    code, _, err = run_main(medusa.main, recipe, name, *overrides, "export.merged=false")
-    assert (code, err) == (0, "")
-    folder = recipe.parent / "guarded"
+    every = ["evaluate.every=1", "checkpoint.every=1", "checkpoint.keep=9"]
+    folder = train("guarded", "stages.0.steps=2", "stages.1.steps=4", *every, "export.merged=false")
     assert metrics(folder, "guarded_tau") == {3: -0.9, 4: 3.0, 5: 2.0, 6: -0.06}
     assert metrics(folder, "best") == {1: True, 2: False, 3: True, 4: True, 5: False, 6: False}
     best = load_file(folder / "checkpoints/best/medusa-2/model.safetensors")
@@ -499,7 +417,7 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(recipe, run_main
     assert all(torch.equal(began[key], first[key]) and not torch.equal(first[key], last[key]) for key in began)
 
 
-def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
+def test_the_second_stage_goes_on_in_the_data(train, monkeypatch):
     """One schedule over both stages: the second begins where the first ended, and trains on no row again too soon.
     λ0 grows from the stage's own beginning, and the adapters' first weights do not depend on what was before it."""
     rows, ramp, seeds = [], [], []
@@ -514,9 +432,7 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
     monkeypatch.setattr(Joint, "weight", lambda self, step, steps: ramp.append(step) or 0.1)
     patched = lambda *given: seeds.append(torch.initial_seed()) or add_lora(*given)  # noqa: E731
     monkeypatch.setattr(joint_training, "add_lora", patched)
-    overrides = ["run.name=order", "stages.0.steps=3", "stages.1.steps=4", "evaluate.every=9", "export.merged=false"]
-    code, _, err = run_main(medusa.main, recipe, *overrides)
-    assert (code, err) == (0, "")
+    train("order", "stages.0.steps=3", "stages.1.steps=4", "evaluate.every=9", "export.merged=false")
     order = Sampler([range(16)], [1.0], 3, ["stdlib"]).order(7 * 8)
     assert order.shape == (7 * 8, 2) and rows == order[:, 1].tolist()
     assert ramp == [0, 0, 1, 1, 2, 2, 3, 3], "two micro-batches a step"
@@ -525,46 +441,43 @@ def test_the_second_stage_goes_on_in_the_data(recipe, run_main, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("override", "message"),
     [
         (
-            ["stages.1.joint.lora.modules=[q_proj, c_attn]"],
+            "stages.1.joint.lora.modules=[q_proj, c_attn]",
             "lora.modules: target '{}' has no linear layer 'c_attn'; it has: ",
         ),
         (
-            ["target.quantize=8bit"],
+            "target.quantize=8bit",
             "target.quantize=8bit: joint.loss=kl compares with the target as it was, which has to be unquantised",
         ),
         (
-            ["stages.1.joint.head_wieght=1"],
+            "stages.1.joint.head_wieght=1",
             "unknown key 'stages.1.joint.head_wieght'; nearest valid key: stages.1.joint.head_",
         ),
-        (["joint.head_weight=1"], "unknown key 'joint'; nearest valid key: stages.0.joint"),
-        (["steps=3"], "unknown key 'steps'; nearest valid key: stages.0.steps"),
-        (["stages.1.joint=null"], "export.merged: there is nothing to merge without a joint stage"),
-        (["stages.1.optim.name=muon"], "optim.name: Muon has one learning rate for heads and adapters; use adamw "),
-        (["drafter.num_draft_heads=1000000000"], "'drafter.num_draft_heads': input should be less than or equal to 64"),
+        ("joint.head_weight=1", "unknown key 'joint'; nearest valid key: stages.0.joint"),
+        ("steps=3", "unknown key 'steps'; nearest valid key: stages.0.steps"),
+        ("stages.1.joint=null", "export.merged: there is nothing to merge without a joint stage"),
+        ("stages.1.optim.name=muon", "optim.name: Muon has one learning rate for heads and adapters; use adamw "),
+        ("drafter.num_draft_heads=1000000000", "'drafter.num_draft_heads': input should be less than or equal to 64"),
         (
-            ["stages.1.joint.lora.r=1000000000"],
+            "stages.1.joint.lora.r=1000000000",
             "'stages.1.joint.lora.r': input should be less than or equal to 4096, got 1000000000",
         ),
-        (["stages.1.joint.max_kl=.nan"], "'stages.1.joint.max_kl': input should be a finite number, got nan"),
-        (["init_from=''"], "'init_from': string should have at least 1 character, got ''"),
-        (["stages.1.joint.lora.modules=[q_proj, lm_head]"], "lm_head is shared by all heads; drop it, or set"),
-        (["precision.compile=true"], "precision.compile: joint training changes its loss at every step"),
+        ("stages.1.joint.max_kl=.nan", "'stages.1.joint.max_kl': input should be a finite number, got nan"),
+        ("init_from=''", "'init_from': string should have at least 1 character, got ''"),
+        ("stages.1.joint.lora.modules=[q_proj, lm_head]", "lm_head is shared by all heads; drop it, or set"),
+        ("precision.compile=true", "precision.compile: joint training changes its loss at every step"),
     ],
 )
-def test_bad_input_is_one_line(recipe, tiny_lm, run_main, overrides, message):
-    code, _, err = run_main(medusa.main, recipe, "run.name=bad", "stages.0.steps=1", *overrides, "--restart")
-    assert code == 2 and err.count("\n") == 1 and message.format(tiny_lm) in err
+def test_bad_input_is_one_line(train, tiny_lm, override, message):
+    said = train.refused("bad", "stages.0.steps=1", override, "--restart")
+    assert message.format(tiny_lm) in said
 
 
-def test_a_quantized_target_trains_to_the_labels(recipe, whole, run_main):
+def test_a_quantized_target_trains_to_the_labels(train, run_main):
     """QLoRA: the adapters train beside weights that stay quantised, and are merged into those that are not."""
-    options = ["run.name=quantized", "target.quantize=8bit", "stages.1.joint.loss=ce", "stages.1.joint.max_kl=100"]
-    code, _, err = run_main(medusa.main, recipe, *options)
-    assert code == 0, err
-    folder = recipe.parent / "quantized"
+    folder = train("quantized", "target.quantize=8bit", "stages.1.joint.loss=ce", "stages.1.joint.max_kl=100")
     assert metrics(folder, "kl")[20] > 0 and metrics(folder, "lm_loss")[20] < 10
     trained = load_file(folder / "adapter/adapter_model.safetensors")
     assert all(bool(weight.any()) for name, weight in trained.items() if "lora_B" in name)
@@ -593,7 +506,7 @@ def test_adapters_on_quantized_layers(make_target, tmp_path, tiny_lm, bits):
         assert not gets or bool(parameter.grad.any()), name
 
 
-def test_another_adapter_is_another_target(recipe, whole, run_main, tmp_path):
+def test_another_adapter_is_another_target(whole, train, run_main, tmp_path):
     """Decoding with it, or beginning with its heads beside the plain target, is refused."""
     changed = shutil.copytree(whole, tmp_path / "changed", ignore=shutil.ignore_patterns("checkpoints", "target"))
     path = changed / "adapter/adapter_model.safetensors"
@@ -602,8 +515,8 @@ def test_another_adapter_is_another_target(recipe, whole, run_main, tmp_path):
     save_file(weights, path, {"format": "pt"})
     code, _, err = run_main(decode.main, changed, "--prompt", "x")
     assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 2
-    code, _, err = run_main(medusa.main, recipe, "run.name=plain", f"init_from={whole}", "stages.0.steps=1")
-    assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 1
+    said = train.refused("plain", f"init_from={whole}", "stages.0.steps=1")
+    assert "same shape, other weights (fingerprint " in said
 
 
 def test_a_damaged_adapter(whole, run_main):
