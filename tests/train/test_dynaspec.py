@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
+from training_runs import Killed, Runs, assert_same_files, metrics, write_recipe
 
 from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
 from draftsmith.inference.drafters.load import load_drafter
@@ -384,6 +385,7 @@ def test_timing_leaves_the_router_as_it_is(make_target, monkeypatch):
 
 # ---- the command
 
+MAIN = dynaspec.main
 TREE = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
 
 
@@ -396,56 +398,22 @@ def target(tiny_lm):
 def recipe(tiny_lm, tmp_path_factory, run_main):
     """The recipe's file. Its base is an EAGLE-1 drafter, trained by the real command."""
     folder = tmp_path_factory.mktemp("runs")
-    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
     stage = {"batch": {"sequences": 4}, "steps": 20, "optim": {"lr": 1e-2}}
-    content = {
-        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
-        "target": {"name": str(tiny_lm)},
-        "drafter": {"version": 1},
-        "data": {
-            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
-            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
-        },
-        "stages": [{"name": "eagle", **stage}],
-        "precision": {"autocast": "none", "threads": 1},
-        "checkpoint": {"every": 5, "keep": 1},
-        "evaluate": {"every": 10},
-    }
-    (folder / "eagle.yaml").write_text(yaml.safe_dump(content))
-    code, _, err = run_main(eagle.main, folder / "eagle.yaml", "run.name=base")
-    assert code == 0, err
-    content["drafter"] = {
-        "base": str(folder / "base"),
-        "num_clusters": 20,
-        "router_width": 32,
-        "positions": 10_000,
-        "size": 60,
-        "static": 20,
-    }
-    content["stages"] = [{"name": "router", **stage}]
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    sections = {"checkpoint": {"every": 5, "keep": 1}, "evaluate": {"every": 10}}
+    base = Runs(eagle.main, write_recipe(folder, tiny_lm, {"version": 1}, [stage], **sections), run_main)("base")
+    lists = {"num_clusters": 20, "router_width": 32, "positions": 10_000, "size": 60, "static": 20}
+    return write_recipe(folder, tiny_lm, {"base": str(base), **lists}, [{"name": "router", **stage}], **sections)
 
 
 @pytest.fixture(scope="module")
-def whole(recipe, run_main):
+def whole(train):
     """The folders of runs that nothing interrupted, by kind."""
-    for kind in KINDS:
-        code, _, err = run_main(dynaspec.main, recipe, f"run.name=whole-{kind}", f"drafter.shortlist={kind}")
-        assert (code, err) == (0, "")
-    return {kind: recipe.parent / f"whole-{kind}" for kind in KINDS}
-
-
-def metrics_of(folder, key):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+    return {kind: train(f"whole-{kind}", f"drafter.shortlist={kind}") for kind in KINDS}
 
 
 def read(folder):
-    return *(json.loads((folder / name).read_text()) for name in ("config.json", "provenance.json")), load_file(
-        folder / "model.safetensors"
-    )
+    config, facts = (json.loads((folder / name).read_text()) for name in ("config.json", "provenance.json"))
+    return config, facts, load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -469,10 +437,8 @@ def test_the_run_folder(whole, target, kind):
     else:
         assert config["capacity"] == [60] * 6 and config["static"] == (20 if kind == "in_context" else 0)
         assert set(weights) == {"order", "starts"} and "selection" not in facts and "clusters" not in config
-    base = load_file(folder / "drafter/model.safetensors")
-    assert {n: w.tolist() for n, w in base.items()} == {
-        n: w.tolist() for n, w in load_file(folder.parent / "base/model.safetensors").items()
-    }
+    part, base = (load_file(each / "model.safetensors") for each in (folder / "drafter", folder.parent / "base"))
+    assert {n: w.tolist() for n, w in part.items()} == {n: w.tolist() for n, w in base.items()}
     (folder / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
     _, drafter = load_drafter(str(folder), target, all_nodes=True)
     (folder / "tree.json").unlink()
@@ -483,31 +449,20 @@ def test_the_run_folder(whole, target, kind):
     assert sum(max(r.accepted) for r in results) > len(prompts), "nothing was drafted"
 
 
-def test_training_raises_recall(recipe, run_main, whole):
+def test_training_raises_recall(train):
     """Of the same lists before and after; the loss falls, too."""
     fixed = ["drafter.k_max=5", "drafter.schedule=fixed"]
-    code, _, err = run_main(
-        dynaspec.main,
-        recipe,
-        "run.name=untrained",
-        *fixed,
-        "stages.0.optim.lr=1e-12",
-        "stages.0.steps=1",
-        "evaluate={every: 1}",
-    )
-    assert code == 0, err
-    for labels in ("mass", "top10"):
-        code, _, err = run_main(dynaspec.main, recipe, f"run.name={labels}", *fixed, f"drafter.labels={labels}")
-        assert code == 0, err
-    losses = metrics_of(recipe.parent / "mass", "loss")
+    begun = train("untrained", *fixed, "stages.0.optim.lr=1e-12", "stages.0.steps=1", "evaluate={every: 1}")
+    runs = [begun, *(train(labels, *fixed, f"drafter.labels={labels}") for labels in ("mass", "top10"))]
+    losses = metrics(runs[1], "loss")
     assert losses[20] < losses[10]
-    before, mass, top10 = (read(recipe.parent / name)[1]["selection"] for name in ("untrained", "mass", "top10"))
+    before, mass, top10 = (read(run)[1]["selection"] for run in runs)
     for after in (mass, top10):
         assert sum(after[0]["top1"]) > sum(before[0]["top1"]) + 1 and after[0]["tokens"] != before[0]["tokens"]
     assert mass[0]["top1"] != top10[0]["top1"]
 
 
-def test_frequencies(recipe, whole, target, run_main, tmp_path):
+def test_frequencies(whole, train, target, tmp_path):
     """fr_spec counts all tokens of the corpus, by default of the training rows; vocab_trim those of the answers. Stop
     tokens come first."""
     stored = load_file(whole["fr_spec"] / "answers/train-0/model.safetensors")
@@ -528,42 +483,50 @@ def test_frequencies(recipe, whole, target, run_main, tmp_path):
     assert counts["fr_spec"] != counts["vocab_trim"]
     (tmp_path / "corpus.txt").write_text("zebra quiz jazz " * 40)
     corpus = f"drafter.corpus=[{{source: '{tmp_path}/corpus.txt'}}]"
-    code, _, err = run_main(dynaspec.main, recipe, "run.name=of-corpus", "drafter.shortlist=fr_spec", corpus)
-    assert code == 0, err
-    code, _, err = run_main(dynaspec.main, recipe, "run.name=refused", "drafter.shortlist=vocab_trim", corpus)
-    assert code == 2 and "drafter.corpus: vocab_trim counts the training rows' answers" in err
+    counted = train("of-corpus", "drafter.shortlist=fr_spec", corpus)
+    said = train.refused("refused", "drafter.shortlist=vocab_trim", corpus)
+    assert "drafter.corpus: vocab_trim counts the training rows' answers" in said
     words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
-    first = load_file(recipe.parent / "of-corpus/model.safetensors")["order"].tolist()[len(stops) :]
+    first = load_file(counted / "model.safetensors")["order"].tolist()[len(stops) :]
     assert first[: len(set(words))] == sorted(set(words), key=lambda token: (-words.count(token), token))
 
 
 # ---- runs that end early
 
 
-class Killed(BaseException):
-    """Ends a run at once: nobody catches it, nothing is saved."""
+class Work:
+    """Counts k-means iterations, recorded batches and training steps. Called, it makes a run that is killed before the
+    one that ``kill`` names, and gives what was done until then."""
+
+    def __init__(self, patch):
+        self.done, self.kill = Counter(), {}
+        for place, name, what in (
+            (clusters, "_iterate", "iterations"),
+            (shortlists, "record", "rollouts"),
+            (dynaspec.RouterTraining, "count", "steps"),
+        ):
+            patch.setattr(place, name, self.counted(getattr(place, name), what))
+
+    def counted(self, call, what):
+        def counting(*args, **named):
+            if self.done[what] == self.kill.get(what):
+                raise Killed
+            self.done[what] += 1
+            return call(*args, **named)
+
+        return counting
+
+    def __call__(self, train, kill, name, *overrides):
+        self.done, self.kill = Counter(), kill
+        with pytest.raises(Killed):
+            train(name, *overrides)
+        self.kill = {}
+        return Counter(self.done)
 
 
 @pytest.fixture
 def work(monkeypatch):
-    """Counts k-means iterations, recorded batches and training steps; raises before the one that ``kill`` names."""
-    done, kill = Counter(), {}
-
-    def counted(place, name, what):
-        call = getattr(place, name)
-
-        def counting(*args, **named):
-            if done[what] == kill.get(what):
-                raise Killed
-            done[what] += 1
-            return call(*args, **named)
-
-        monkeypatch.setattr(place, name, counting)
-
-    counted(clusters, "_iterate", "iterations")
-    counted(shortlists, "record", "rollouts")
-    counted(dynaspec.RouterTraining, "count", "steps")
-    return SimpleNamespace(done=done, kill=kill)
+    return Work(monkeypatch)
 
 
 SAME = (
@@ -584,25 +547,18 @@ def iterations(whole):
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["again", "resume"])
 @pytest.mark.parametrize("what, moment", [("iterations", 2), ("rollouts", 3), ("steps", 2), ("steps", 13)])
-def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, iterations, run_main, work, what, moment, resume):
+def test_a_killed_run_goes_on_bit_for_bit(whole, iterations, train, work, what, moment, resume):
     """Nothing that was finished is done again."""
     name = f"{what}-{moment}-{len(resume)}"
-    options, folder = [recipe, f"run.name={name}"], recipe.parent / name
-    work.kill[what] = moment
-    with pytest.raises(Killed):
-        run_main(dynaspec.main, *options)
-    reached = dict(work.done)
+    reached = work(train, {what: moment}, name)
     assert reached[what] == moment and iterations > 3
-    work.kill.clear()
     work.done.clear()
-    code, _, err = run_main(dynaspec.main, *options, *resume)
     if moment == 13 and not resume:
-        assert code == 2 and "holds an unfinished run at step-10; pass --resume to go on" in err
+        assert "holds an unfinished run at step-10; pass --resume to go on" in train.refused(name)
         return
-    assert (code, err) == (0, "")
-    for file in SAME:
-        assert (folder / file).read_bytes() == (whole["dynaspec"] / file).read_bytes(), file
-    taus = (metrics_of(each, "simulated_tau") for each in (folder, whole["dynaspec"]))
+    folder = train(name, *resume)
+    assert_same_files(folder, whole["dynaspec"], *SAME)
+    taus = (metrics(each, "simulated_tau") for each in (folder, whole["dynaspec"]))
     assert next(taus) == next(taus)
     rest = iterations - 2 if what == "iterations" else 0
     assert rest <= work.done["iterations"] <= rest + 1
@@ -610,18 +566,13 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, iterations, run_main, w
     assert work.done["steps"] == (10 if moment == 13 else 20)
 
 
-def test_parts_of_another_recipe_are_made_anew(recipe, run_main, work, monkeypatch):
+def test_parts_of_another_recipe_are_made_anew(recipe, train, work):
     """Clusters and rollouts of another number, seed or drafter; what does not depend on the change is kept."""
-    base = recipe.parent / "changed-base"
-    shutil.copytree(recipe.parent / "base", base)
-    options = [recipe, "run.name=changed", f"drafter.base={base}"]
+    base = shutil.copytree(recipe.parent / "base", recipe.parent / "changed-base")
 
     def made(*changes):
-        work.done.clear()
-        work.kill["steps"] = 0
-        with pytest.raises(Killed):
-            run_main(dynaspec.main, *options, *changes)
-        return work.done["iterations"] > 1, work.done["rollouts"]
+        done = work(train, {"steps": 0}, "changed", f"drafter.base={base}", *changes)
+        return done["iterations"] > 1, done["rollouts"]
 
     assert made() == (True, 4)
     assert made() == (False, 0)
@@ -635,61 +586,46 @@ def test_parts_of_another_recipe_are_made_anew(recipe, run_main, work, monkeypat
     weights = load_file(base / "model.safetensors")
     save_file({name: weight * 1.5 for name, weight in weights.items()}, base / "model.safetensors")
     assert made() == (True, 4)
-    work.kill.clear()
-    code, _, err = run_main(dynaspec.main, *options)
-    assert (code, err) == (0, "")
-    code, _, err = run_main(dynaspec.main, *options, "run.name=fresh")
-    assert (code, err) == (0, "")
-    for file in SAME:
-        assert (recipe.parent / "changed" / file).read_bytes() == (recipe.parent / "fresh" / file).read_bytes(), file
+    changed, fresh = (train(name, f"drafter.base={base}") for name in ("changed", "fresh"))
+    assert_same_files(changed, fresh, *SAME)
 
 
 @pytest.mark.parametrize("part", ["clusters", "rollouts"])
-def test_a_damaged_part_is_found_and_restart_makes_it_anew(recipe, whole, run_main, work, part):
-    options, file = [recipe, f"run.name=damaged-{part}"], recipe.parent / f"damaged-{part}" / part / "model.safetensors"
-    work.kill["steps"] = 0
-    with pytest.raises(Killed):
-        run_main(dynaspec.main, *options)
+def test_a_damaged_part_is_found_and_restart_makes_it_anew(recipe, whole, train, work, part):
+    name, file = f"damaged-{part}", recipe.parent / f"damaged-{part}" / part / "model.safetensors"
+    work(train, {"steps": 0}, name)
     file.write_bytes(file.read_bytes()[:1000])
-    work.kill.clear()
-    code, _, err = run_main(dynaspec.main, *options)
-    assert code == 2 and err.startswith(f"error: {file.parent}: cannot read model.safetensors (") and one_line(err)
-    assert err.endswith("train again with --restart\n")
-    assert run_main(dynaspec.main, *options, "--restart")[0] == 0
-    for name in SAME:
-        assert (recipe.parent / f"damaged-{part}" / name).read_bytes() == (whole["dynaspec"] / name).read_bytes(), name
+    said = train.refused(name)
+    assert said.startswith(f"error: {file.parent}: cannot read model.safetensors (")
+    assert said.endswith("train again with --restart\n")
+    assert_same_files(train(name, "--restart"), whole["dynaspec"], *SAME)
 
 
 # ---- the base, and recipes that cannot be
 
 
-def one_line(err):
-    return err.startswith("error: ") and err.count("\n") == 1
-
-
 @pytest.fixture(scope="module")
 def bases(recipe, target, make_target):
     """Folders by name: drafters that shortlists cannot be made for, and one with a draft vocabulary."""
-    folders = {name: recipe.parent / f"base-{name}" for name in ("other", "own", "drawn", "heads")}
     other = make_target("llama")
-    made = Eagle.for_target(other, 1, "shared")
-    write_drafter(folders["other"], "eagle", made.config.to_dict(), made.state_dict(), other, {})
-    own = Eagle.for_target(target, 3, "own", None, (1,))
-    write_drafter(folders["own"], "eagle", own.config.to_dict(), own.state_dict(), target, {})
     drawn = Eagle.for_target(target, 3, "shared", 50, (1,))
     drawn.draft_from(torch.arange(3, 153, 3), target)
-    write_drafter(folders["drawn"], "eagle", drawn.config.to_dict(), drawn.state_dict(), target, {})
-    heads = MedusaHeads.for_target(target, 2, 1, "own")
-    write_drafter(folders["heads"], "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    return folders
+    made = {
+        "other": (other, "eagle", Eagle.for_target(other, 1, "shared")),
+        "own": (target, "eagle", Eagle.for_target(target, 3, "own", None, (1,))),
+        "drawn": (target, "eagle", drawn),
+        "heads": (target, "medusa", MedusaHeads.for_target(target, 2, 1, "own")),
+    }
+    for name, (of, kind, drafter) in made.items():
+        write_drafter(recipe.parent / f"base-{name}", kind, drafter.config.to_dict(), drafter.state_dict(), of, {})
+    return {name: recipe.parent / f"base-{name}" for name in made}
 
 
-def test_all_tokens(recipe, bases, run_main):
+def test_all_tokens(recipe, bases, train):
     """The draft vocabulary is dropped; without it, lists are of the draft vocabulary's places, and are cut to it."""
     short = ["drafter.shortlist=fr_spec", f"drafter.base={bases['drawn']}", "drafter.size=100"]
-    for name, more in (("drawn", []), ("all", ["drafter.all_tokens=true"])):
-        code, _, err = run_main(dynaspec.main, recipe, f"run.name={name}", *short, *more)
-        assert (code, err) == (0, "")
+    train("drawn", *short)
+    train("all", *short, "drafter.all_tokens=true")
     (one, _, weights), (other, _, every) = (read(recipe.parent / name) for name in ("drawn", "all"))
     assert (one["outputs"], one["capacity"]) == (50, [50] * 6)
     assert (other["outputs"], other["capacity"]) == (300, [100] * 6)
@@ -701,16 +637,12 @@ def test_all_tokens(recipe, bases, run_main):
     assert read_drafter(str(recipe.parent / "drawn/drafter"))[2]["draft_vocab"].tolist() == ids.tolist()
 
 
-def test_sizes_are_cut_to_the_vocabulary(recipe, run_main):
-    big = ["drafter.shortlist=in_context", "drafter.size=5000", "drafter.static=4000", "run.name=big"]
-    code, out, _ = run_main(dynaspec.main, recipe, *big)
-    assert code == 0 and "drafter.size=5000: 300 is used, all tokens of the drafter's LM head\n" in out
-    assert "drafter.static=4000: 300 is used, the whole list, with no room for the text's own\n" in out
-    config = read(recipe.parent / "big")[0]
+def test_sizes_are_cut_to_the_vocabulary(train):
+    config = read(train("big", "drafter.shortlist=in_context", "drafter.size=5000", "drafter.static=4000"))[0]
+    assert "drafter.size=5000: 300 is used, all tokens of the drafter's LM head\n" in train.out
+    assert "drafter.static=4000: 300 is used, the whole list, with no room for the text's own\n" in train.out
     assert (config["capacity"], config["static"]) == ([300] * 6, 300)
-    aware = ["drafter.shortlist=in_context", "drafter.schedule=position_aware", "run.name=aware"]
-    assert run_main(dynaspec.main, recipe, *aware)[0] == 0
-    config = read(recipe.parent / "aware")[0]
+    config = read(train("aware", "drafter.shortlist=in_context", "drafter.schedule=position_aware"))[0]
     assert (config["capacity"], config["static"]) == ([60, 60, 10, 7, 6, 5], 5)
 
 
@@ -737,14 +669,12 @@ def test_sizes_are_cut_to_the_vocabulary(recipe, run_main):
         (["drafter.corpus=[{source: x.jsonl, streaming: true}]"], "a streamed source has no end, and tokens are "),
     ],
 )
-def test_wrong_recipes_are_one_line(recipe, whole, bases, run_main, overrides, message):
+def test_wrong_recipes_are_one_line(recipe, whole, bases, train, overrides, message):
     filled = [*overrides, message]
     for name, folder in {"runs": recipe.parent, **bases}.items():
         filled = [text.replace("{" + name + "}", str(folder)) for text in filled]
     *filled, message = filled
-    code, _, err = run_main(dynaspec.main, recipe, "run.name=wrong", *filled, "--restart")
-    assert code == 2 and one_line(err), err
-    assert message in err
+    assert message in train.refused("wrong", *filled, "--restart")
 
 
 def test_plans_count_what_trains(recipe, tiny_lm):
