@@ -12,22 +12,20 @@ from draftsmith.train import checkpoint
 STATE = {"stage": "a", "best": -1.5}
 
 
-@pytest.fixture
-def trained():
-    """A module and an AdamW with moments."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    module[0].bias.requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
-    module(torch.randn(5, 4)).sum().backward()
-    optimizer.step()
-    return module, optimizer
-
-
 def fresh():
     module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     module[0].bias.requires_grad_(False)
     return module, torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+
+@pytest.fixture
+def trained():
+    """A module and an AdamW with moments."""
+    torch.manual_seed(0)
+    module, optimizer = fresh()
+    module(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    return module, optimizer
 
 
 def test_everything_comes_back(trained, tmp_path):

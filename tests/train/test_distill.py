@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from draws import fixed_seed, occurs
+from training_runs import Killed, Runs, write_recipe
 from transformers import AutoModelForCausalLM
 
 from draftsmith.common.sections import Data, Source
@@ -76,6 +76,12 @@ def recipe(tiny_lm, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+@pytest.fixture
+def run(recipe, run_main):
+    """Runs of the recipe."""
+    return Runs(distill.main, recipe, run_main)
 
 
 # The bundled target, a model of Python code, seldom ends a user's turn; after one of these it soon writes "def".
@@ -256,8 +262,8 @@ def test_shards_after_a_kill(tmp_path, monkeypatch):
 # ---- the engine
 
 
-def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, greedy_texts, tmp_path):
-    assert run_main(distill.main, recipe)[0] == 0
+def test_answers_are_the_targets_own_turn_by_turn(run, tiny_lm, greedy_texts, tmp_path):
+    run("whole")
     target = load_target(str(tiny_lm))
     tokenizer = target.tokenizer
     found = {seed.id: seed for seed in read_seeds([Source(source=str(tmp_path / "seeds.jsonl"))])[0]}
@@ -286,19 +292,17 @@ def test_answers_are_the_targets_own_turn_by_turn(recipe, run_main, tiny_lm, gre
     assert counts_of(tmp_path / "whole") == {"prompts": 20, "done": 20, "failed": {}, "not_asked": 0, "ended_early": 0}
 
 
-def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path, monkeypatch):
+def test_sampled_answers_do_not_depend_on_the_batch(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the source's name is part of the seeds' ids, and these of the random numbers
 
     def answers(name, *options):
-        sampled = ["decoding.mode=sample", "decoding.temperature=2.0", f"run.name={name}", *options]
-        sampled += [f"data.template={tmp_path}/turns.jinja", "decoding.user_tokens=96", "decoding.user_temperature=0.3"]
-        code, _, err = run_main(distill.main, recipe, "data.seeds.0.source=seeds.jsonl", *sampled)
-        assert code == 0, err
-        return lines_of(tmp_path / name)
+        decoding = "mode: sample, temperature: 2.0, user_temperature: 0.3, user_tokens: 96"
+        data = ["data.seeds.0.source=seeds.jsonl", f"data.template={tmp_path}/turns.jinja"]
+        return lines_of(run(name, f"decoding={{{decoding}, max_new_tokens: {NEW}}}", "self_talk=1", *data, *options))
 
-    alone = answers("one", "engine.batch_size=1", "self_talk=1")
-    assert answers("many", "engine.batch_size=7", "self_talk=1") == alone
-    other = answers("other", "engine.batch_size=7", "self_talk=1", "run.seed=1")
+    alone = answers("one", "engine.batch_size=1")
+    assert answers("many", "engine.batch_size=7") == alone
+    other = answers("other", "engine.batch_size=7", "run.seed=1")
     assert sum(alone[seed] != other[seed] for seed in alone) > 15
     roles = [[m["role"] for m in json.loads(line)["messages"] if m["role"] != "system"] for line in alone.values()]
     assert all(turns == ["user", "assistant"] * (len(turns) // 2) for turns in roles)
@@ -307,18 +311,12 @@ def test_sampled_answers_do_not_depend_on_the_batch(recipe, run_main, tmp_path, 
     assert set(added) == {0, 1}, "of self-talk; a turn of the user that is cut is not used"
 
 
-def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_path):
-    options = [
-        "data.written=48",
-        "decoding.mode=greedy",
-        "decoding.user_tokens=32",
-        f"data.template={tmp_path}/turns.jinja",
-    ]
-    code, _, err = run_main(distill.main, recipe, "run.name=begun", *options)
-    assert code == 0, err
-    conversations = [json.loads(line) for line in lines_of(tmp_path / "begun").values()]
+def test_conversations_that_the_target_begins(run, tiny_lm, tmp_path):
+    options = ["data.written=48", "decoding.user_tokens=32", f"data.template={tmp_path}/turns.jinja"]
+    folder = run("begun", *options)
+    conversations = [json.loads(line) for line in lines_of(folder).values()]
     begun = [c for c in conversations if c["source"] == "target"]
-    failed = counts_of(tmp_path / "begun")["failed"]
+    failed = counts_of(folder)["failed"]
     assert begun and failed and set(failed) <= set(seeds.REJECTIONS) and len(begun) + sum(failed.values()) == 48
     # The user's turn is what the model writes where the template lets the user speak; the answer is plain greedy.
     target = load_target(str(tiny_lm))
@@ -334,49 +332,37 @@ def test_conversations_that_the_target_begins(recipe, run_main, tiny_lm, tmp_pat
         (found,) = SpeculativeDecoder(target, None).generate([ids], NEW)
         assert answer["content"] == answer_text(target, found.tokens)
     # A second command keeps them, and knows their turns; rejected turns are not written again.
-    before = lines_of(tmp_path / "begun")
-    code, out, _ = run_main(distill.main, recipe, "run.name=begun", *options)
-    assert code == 0 and "to answer" not in out
-    assert lines_of(tmp_path / "begun") == before and counts_of(tmp_path / "begun")["failed"] == failed
-    assert Shards(tmp_path / "begun").first_turns == [c["messages"][0]["content"] for c in begun]
+    before = lines_of(folder)
+    run("begun", *options)
+    assert "to answer" not in run.out
+    assert lines_of(folder) == before and counts_of(folder)["failed"] == failed
+    assert Shards(folder).first_turns == [c["messages"][0]["content"] for c in begun]
 
 
-def test_a_drafter_changes_nothing(recipe, run_main, tiny_lm, tmp_path, monkeypatch):
-    target = load_target(str(tiny_lm))
+def test_a_drafter_changes_nothing(run, tiny_lm, tmp_path, monkeypatch):
+    """One that changes the target would, and is refused."""
+    target, used = load_target(str(tiny_lm)), []
     heads = MedusaHeads.for_target(target, 2, 1, "shared")
     write_drafter(tmp_path / "drafter", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     write_json(tmp_path / "drafter/tree.json", {"paths": [[0], [1], [0, 0]]})
-    used = []
 
     def decoder(target, drafter):
         used.append(drafter)
         return SpeculativeDecoder(target, drafter)
 
     monkeypatch.setattr(backends, "SpeculativeDecoder", decoder)
-    assert run_main(distill.main, recipe)[0] == 0
-    code, _, err = run_main(distill.main, recipe, "run.name=drafted", f"engine.drafter={tmp_path / 'drafter'}")
-    assert code == 0, err
+    plain = lines_of(run("whole"))
+    assert lines_of(run("drafted", f"engine.drafter={tmp_path / 'drafter'}")) == plain
     assert used[0] is None and used[1].num_nodes == 4
-    assert lines_of(tmp_path / "drafted") == lines_of(tmp_path / "whole")
-
-
-def test_a_drafter_that_changes_the_target_is_refused(recipe, run_main, tiny_lm, tmp_path):
-    target = load_target(str(tiny_lm))
-    heads = MedusaHeads.for_target(target, 1, 1, "shared")
     add_lora(target, 2, 4.0, 0.0, ["q_proj"])
     write_adapter(tmp_path / "drafter", target)
     write_drafter(tmp_path / "drafter", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    write_json(tmp_path / "drafter/tree.json", {"paths": [[0]]})
-    code, _, err = run_main(distill.main, recipe, f"engine.drafter={tmp_path / 'drafter'}")
-    assert code == 2 and "its adapter changes the target's answers" in err, err
+    said = run.refused("refused", f"engine.drafter={tmp_path / 'drafter'}")
+    assert "its adapter changes the target's answers" in said
 
 
-class Killed(BaseException):
-    """Ends a run at once: nobody catches it, nothing is saved."""
-
-
-def test_a_killed_run_goes_on(recipe, run_main, tmp_path, monkeypatch):
-    assert run_main(distill.main, recipe)[0] == 0
+def test_a_killed_run_goes_on(run, tmp_path, monkeypatch):
+    whole, folder = lines_of(run("whole")), tmp_path / "killed"
     monkeypatch.setattr(shards, "LINES", 6)
     append = shards._append
     for kill in range(4):
@@ -393,22 +379,22 @@ def test_a_killed_run_goes_on(recipe, run_main, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(shards, "_append", torn)
-            run_main(distill.main, recipe, "run.name=killed", f"engine.batch_size={3 + kill}")
-    code, out, _ = run_main(distill.main, recipe, "run.name=killed", "--resume")
-    assert code == 0 and f"{20 - (1 + 2 + 3 + 4)} of 20 prompts to answer" in out
-    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "whole")
-    assert len(list((tmp_path / "killed").glob("shard-*.jsonl"))) == 4
-    assert counts_of(tmp_path / "killed")["done"] == 20
-    before = {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
+            run("killed", f"engine.batch_size={3 + kill}")
+    run("killed", "--resume")
+    assert f"{20 - (1 + 2 + 3 + 4)} of 20 prompts to answer" in run.out
+    assert lines_of(folder) == whole
+    assert len(list(folder.glob("shard-*.jsonl"))) == 4
+    assert counts_of(folder)["done"] == 20
+    before = {path.name: path.read_bytes() for path in folder.glob("shard-*")}
     monkeypatch.setattr(backends, "load_drafter", None)  # nothing to ask: nothing to load
-    assert run_main(distill.main, recipe, "run.name=killed")[0] == 0
-    assert before == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("shard-*")}
+    run("killed")
+    assert before == {path.name: path.read_bytes() for path in folder.glob("shard-*")}
 
 
 @pytest.mark.slow
-def test_a_process_killed_by_the_system_five_times(recipe, run_main, tmp_path):
+def test_a_process_killed_by_the_system_five_times(recipe, run, tmp_path):
     rows = make_seeds(tmp_path / "seeds.jsonl", 400)
-    assert run_main(distill.main, recipe)[0] == 0
+    whole = lines_of(run("whole"))
     command = [sys.executable, "train/distill.py", recipe, "run.name=sigkill"]
     folder, chance, kills = tmp_path / "sigkill", random.Random(0), 0
 
@@ -429,66 +415,56 @@ def test_a_process_killed_by_the_system_five_times(recipe, run_main, tmp_path):
         assert process.returncode == 0, process.stderr.read()
         break
     assert kills == 5, "the run has to be long enough for five"
-    assert len(rows) == len(lines_of(folder)) and lines_of(folder) == lines_of(tmp_path / "whole")
+    assert len(rows) == len(lines_of(folder)) and lines_of(folder) == whole
     assert counts_of(folder)["done"] == 400
 
 
-def test_too_long_for_the_target(recipe, run_main, tmp_path):
+def test_too_long_for_the_target(run, tmp_path):
     """A first turn that is too long fails; a later one ends its conversation."""
     long = " ".join(WORDS * 8)
     rows = [["short"], [long], ["short", long, "short"]]
     (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in rows))
-    code, out, err = run_main(distill.main, recipe, "engine.max_length=80")
-    assert code == 0, err
-    assert "too long 1 times" in out
-    counts = counts_of(tmp_path / "whole")
+    counts = counts_of(run("whole", "engine.max_length=80"))
+    assert "too long 1 times" in run.out
     assert (counts["done"], counts["failed"], counts["ended_early"]) == (2, {"too long": 1}, 1)
     (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": [long]}) + "\n")
-    code, _, err = run_main(distill.main, recipe, "engine.max_length=80", "run.name=none")
-    assert code == 1 and err.startswith("error: no answers: 0 of 1 prompts are answered") and err.count("\n") == 1
+    said = run.refused("none", "engine.max_length=80", code=1)
+    assert said.startswith("error: no answers: 0 of 1 prompts are answered")
 
 
-def test_another_recipe_is_refused(recipe, run_main, tmp_path):
-    assert run_main(distill.main, recipe, "data.seeds.0.limit=3")[0] == 0
-    folder = tmp_path / "whole"
+def test_another_recipe_is_refused(run, tmp_path):
+    folder = run("whole", "data.seeds.0.limit=3")
     (folder / "mine.txt").write_text("a file of somebody else's")
     before = lines_of(folder)
-    code, _, err = run_main(distill.main, recipe, "data.seeds.0.limit=3", f"decoding.max_new_tokens={NEW - 1}")
-    assert code == 2 and err == (
+    assert run.refused("whole", "data.seeds.0.limit=3", f"decoding.max_new_tokens={NEW - 1}") == (
         f"error: {folder}: its answers belong to another recipe (decoding.max_new_tokens: {NEW} → {NEW - 1}); "
         "set run.name, or pass --restart to begin anew and delete them\n"
     )
     assert lines_of(folder) == before
-    assert run_main(distill.main, recipe, "data.seeds.0.limit=3", "engine.batch_size=2")[0] == 0, "only how fast"
-    code, _, err = run_main(distill.main, recipe, "decoding.max_new_tokens=3", "--restart")
-    assert code == 0, err
+    run("whole", "data.seeds.0.limit=3", "engine.batch_size=2")  # which is only how fast
+    run("whole", "decoding.max_new_tokens=3", "--restart")
     assert len(lines_of(folder)) == 20 and (folder / "mine.txt").exists()
-    code, _, err = run_main(distill.main, recipe, "--restart", "--resume")
-    assert code == 2 and "exclude each other" in err
+    assert "exclude each other" in run.refused("whole", "--restart", "--resume")
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter/recipe.yaml").touch()
     for option in ([], ["--restart"]):
-        code, _, err = run_main(distill.main, recipe, "run.name=drafter", *option)
-        assert code == 2 and "is no run but holds other things (recipe.yaml)" in err
+        assert "is no run but holds other things (recipe.yaml)" in run.refused("drafter", *option)
     assert os.listdir(tmp_path / "drafter") == ["recipe.yaml"]
 
 
-def test_one_process_at_a_time(recipe, run_main, tmp_path):
+def test_one_process_at_a_time(run, tmp_path):
     with held(tmp_path / "whole", "distill"):
-        code, _, err = run_main(distill.main, recipe)
-    assert code == 2 and "another command is working in this run" in err and err.count("\n") == 1
+        assert "another command is working in this run" in run.refused("whole")
 
 
-def test_dry_run_writes_nothing(recipe, run_main, tmp_path):
-    code, out, _ = run_main(distill.main, recipe, "--dry-run", "self_talk=2")
+def test_dry_run_writes_nothing(run):
+    folder = run("whole", "--dry-run", "self_talk=2")
     turns = sum(1 + n % 3 for n in range(20))
     tokens = (turns + 2 * 20) * NEW + 2 * 20 * 128  # answers, and messages of the user
-    assert code == 0 and not (tmp_path / "whole").exists()
-    assert f"20 prompts with {turns} turns" in out and f"{tokens:,} tokens in all" in out
-    assert "<|system|>\nBe brief.<|end|>\n<|user|>\n" in out and out.rstrip().endswith("<|assistant|>")
-    server = ["backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}"]
-    code, out, _ = run_main(distill.main, recipe, "--dry-run", *server)
-    assert code == 0 and '"content": "Be brief."' in out and not (tmp_path / "whole").exists()
+    assert f"20 prompts with {turns} turns" in run.out and f"{tokens:,} tokens in all" in run.out
+    assert "<|system|>\nBe brief.<|end|>\n<|user|>\n" in run.out and run.out.rstrip().endswith("<|assistant|>")
+    run("whole", "--dry-run", "backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}")
+    assert '"content": "Be brief."' in run.out and not folder.exists()
 
 
 WRONG = {
@@ -505,56 +481,44 @@ WRONG = {
 
 
 @pytest.mark.parametrize("override, message", WRONG.items())
-def test_bad_input_is_one_line(recipe, run_main, override, message):
-    code, _, err = run_main(distill.main, recipe, override)
-    assert code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+def test_bad_input_is_one_line(run, override, message):
+    assert message in run.refused("whole", override)
 
 
 @pytest.mark.parametrize("override", ["engine.drafter=/nowhere", "engine.drafter={here}"])
-def test_the_drafter_is_checked_before_the_target_is_loaded(recipe, run_main, tmp_path, monkeypatch, override):
+def test_the_drafter_is_checked_before_the_target_is_loaded(run, tmp_path, monkeypatch, override):
     def loaded(*arguments, **options):
-        raise AssertionError
+        raise AssertionError("the target is loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
-    with pytest.raises(AssertionError):
-        run_main(distill.main, recipe, "--restart")
-    code, _, err = run_main(distill.main, recipe, override.format(here=tmp_path), "run.name=other")
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    with pytest.raises(AssertionError, match="the target is loaded"):
+        run("whole", "--restart")
+    run.refused("other", override.format(here=tmp_path))
 
 
-def test_a_template_that_refuses(recipe, run_main, tmp_path):
+def test_a_template_that_refuses(run):
     refuses = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[-1].content }}"
     )
-    code, out, _ = run_main(distill.main, recipe, f"data.template={json.dumps(refuses)}")
-    assert code == 0 and "chat template 4 times" in out
-    assert counts_of(tmp_path / "whole")["failed"] == {"chat template": 4}
+    counts = counts_of(run("whole", f"data.template={json.dumps(refuses)}"))
+    assert "chat template 4 times" in run.out and counts["failed"] == {"chat template": 4}
 
 
-def test_shards_are_training_data(recipe, run_main, tiny_lm, tmp_path):
-    assert run_main(distill.main, recipe)[0] == 0
-    source = {"source": str(tmp_path / "whole/shard-00000.jsonl")}
+def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
+    folder = run("whole")
+    source = {"source": str(folder / "shard-00000.jsonl")}
     data = Data.model_validate({"train": [source], "validation": [source], "max_length": 250})
     tokenizer = load_target(str(tiny_lm)).tokenizer
     samples = tokenized(data.train[0], data, tokenizer)
-    lines = [json.loads(line) for line in lines_of(tmp_path / "whole").values()]
     answers = ""
-    for line in lines:
+    for line in map(json.loads, lines_of(folder).values()):
         said = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
         for answer, reason in zip(said, line["finish_reason"], strict=True):
             answers += answer + ("" if reason == "length" else "<|end|>")  # what was cut did not end
     assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
-    content = {
-        "run": {"name": "drafter", "output_dir": str(tmp_path)},
-        "target": {"name": str(tiny_lm)},
-        "drafter": {"num_draft_heads": 2},
-        "data": data.model_dump(mode="json"),
-        "stages": [{"name": "medusa-1", "steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}],
-        "precision": {"autocast": "none", "threads": 1},
-    }
-    (tmp_path / "medusa.yaml").write_text(yaml.safe_dump(content))
-    code, _, err = run_main(medusa.main, tmp_path / "medusa.yaml")
-    assert code == 0, err
+    stage = {"steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}
+    drafter = write_recipe(tmp_path, tiny_lm, {"num_draft_heads": 2}, [stage], data=data.model_dump(mode="json"))
+    Runs(medusa.main, drafter, run_main)("drafter")
 
 
 @pytest.mark.parametrize(
@@ -639,13 +603,13 @@ def server():
 
 
 @pytest.fixture
-def ask(recipe, run_main, server, tmp_path):
-    """ask(*overrides) → exit code, stdout, stderr of a run against the server."""
+def ask(recipe, run, server):
+    """ask(name, *overrides): a run against the server."""
     content = yaml.safe_load(recipe.read_text()) | {"backend": "endpoint", "target": None}
     url = f"http://127.0.0.1:{server.server_port}/v1/"
     content["endpoint"] = {"url": url, "model": "m", "concurrency": 8, "retries": 2, "timeout": 1.0, "backoff": 0.01}
     recipe.write_text(yaml.safe_dump(content))
-    return lambda *overrides: run_main(distill.main, recipe, *overrides)
+    return run
 
 
 FAULTS = {
@@ -673,21 +637,18 @@ def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
         return fault
 
     server.plan = plan
-    folder = tmp_path / "whole"
-    code, out, err = ask()
-    assert code == 0, err
+    folder = ask("whole")
     counts = counts_of(folder)
     occurs(all(given[fault] for fault in FAULTS))
     assert counts["not_asked"] == 0 and 5 < counts["done"] < 55
-    assert set(counts["failed"]) <= set(FAULTS.values()) and "failed: " in out
+    assert set(counts["failed"]) <= set(FAULTS.values()) and "failed: " in ask.out
     occurs(set(counts["failed"]) == set(FAULTS.values()))
     failed = {json.loads(line)["id"] for line in (folder / "failures.jsonl").read_text().splitlines()}
     assert failed.isdisjoint(lines_of(folder)) and len(failed) + counts["done"] == 60
     first = lines_of(folder)
 
     server.plan, server.requests = lambda asked: "fine", []
-    code, _, err = ask("endpoint.timeout=20.0")
-    assert code == 0, err
+    ask("whole", "endpoint.timeout=20.0")
     assert counts_of(folder) == {"prompts": 60, "done": 60, "failed": {}, "not_asked": 0, "ended_early": 0}
     assert not (folder / "failures.jsonl").exists()
     lines = lines_of(folder)
@@ -712,45 +673,41 @@ def test_nobody_answers_what_is_left(ask, server, tmp_path):
     plan = {"1": "fine", "2": (400, b"context length"), "3": (500, b"gone")}
     (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": name}) + "\n" for name in plan))
     server.plan = lambda asked: plan[asked["messages"][0]["content"]]
-    code, _, err = ask("endpoint.retries=0")
-    assert code == 0, err
-    code, _, err = ask("endpoint.retries=0")
-    assert code == 1 and "no answers: 1 of 3" in err and "http 500 1 times" in err and "too long 1 times" in err
+    ask("whole", "endpoint.retries=0")
+    said = ask.refused("whole", "endpoint.retries=0", code=1)
+    assert "no answers: 1 of 3" in said and "http 500 1 times" in said and "too long 1 times" in said
     plan["3"] = "fine"
-    assert ask()[0] == 0
-    code, out, _ = ask()
-    assert code == 0 and "2 of 3 prompts are answered" in out and "too long 1 times" in out
+    ask("whole")
+    ask("whole")
+    assert "2 of 3 prompts are answered" in ask.out and "too long 1 times" in ask.out
 
 
 def test_tiny_asks_no_server(ask, server, tmp_path):
-    code, _, err = ask("--tiny")
-    assert code == 0, err
+    ask("whole", "--tiny")
     assert counts_of(tmp_path / "whole-tiny")["done"] == 8 and not server.requests
 
 
 def test_a_servers_template_gets_its_arguments(ask, server):
     """Only where there are some, and they cannot change within a folder."""
-    assert ask("run.name=plain")[0] == 0
+    ask("plain")
     assert all("chat_template_kwargs" not in asked for _, asked, _, _ in server.requests)
     server.requests = []
-    assert ask("run.name=off", "data.template_arguments={enable_thinking: false}")[0] == 0
+    ask("off", "data.template_arguments={enable_thinking: false}")
     assert server.requests
     assert all(asked["chat_template_kwargs"] == {"enable_thinking": False} for _, asked, _, _ in server.requests)
-    assert "template_arguments" in ask("run.name=off", "data.template_arguments={enable_thinking: true}")[2]
+    assert "template_arguments" in ask.refused("off", "data.template_arguments={enable_thinking: true}")
 
 
 def test_sampled_requests_carry_their_own_seeds(ask, server):
-    options = ["decoding.mode=sample", "decoding.top_p=0.9"]
-
-    def seeds_of(*more):
+    def seeds_of(*options):
         server.requests = []
-        assert ask(*options, *more)[0] == 0
+        ask(*options, "decoding.mode=sample", "decoding.top_p=0.9")
         assert all((a["temperature"], a["top_p"]) == (0.3, 0.9) for _, a, _, _ in server.requests)
         return {json.dumps(a["messages"]): a["seed"] for _, a, _, _ in server.requests}
 
-    one = seeds_of("run.name=a", "endpoint.concurrency=1")
-    assert seeds_of("run.name=b") == one and len(set(one.values())) == len(one)
-    assert seeds_of("run.name=c", "run.seed=1") != one
+    one = seeds_of("a", "endpoint.concurrency=1")
+    assert seeds_of("b") == one and len(set(one.values())) == len(one)
+    assert seeds_of("c", "run.seed=1") != one
 
 
 @pytest.mark.parametrize(
@@ -768,17 +725,16 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
 )
 def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reason):
     server.plan = lambda asked: what
-    code, _, err = ask("data.seeds.0.limit=1")
-    assert code == 1 and len(server.requests) == requests
-    assert err.startswith("error: no answers: 0 of 1 prompts are answered") and err.count("\n") == 1
-    assert f"{reason} 1 times" in err and what[1].decode() in err
+    said = ask.refused("whole", "data.seeds.0.limit=1", code=1)
+    assert len(server.requests) == requests and said.startswith("error: no answers: 0 of 1 prompts are answered")
+    assert f"{reason} 1 times" in said and what[1].decode() in said
     assert counts_of(tmp_path / "whole")["failed"] == {reason: 1}
 
 
 def test_retry_after_is_waited_for(ask, server):
     answers = iter([(429, b"", (("Retry-After", "0.4"),)), "fine"])
     server.plan = lambda asked: next(answers)
-    assert ask("data.seeds.0.limit=1")[0] == 0
+    ask("whole", "data.seeds.0.limit=1")
     first, second = (moment for *_, moment in server.requests)
     assert 0.4 <= second - first < 2
     assert endpoint._seconds("3") == 3 and endpoint._seconds("-3") == 0 and endpoint._seconds("soon") is None
@@ -797,54 +753,45 @@ def test_backoff_doubles(monkeypatch):
     assert pauses != [2 * 2**n for n in range(4)], "with jitter"
 
 
-def test_a_server_that_is_down(ask, server, tmp_path):
+def test_a_server_that_is_down(ask, tmp_path):
     """It is said before anything is asked; what was not asked is no failure."""
-    folder = tmp_path / "whole"
-    code, _, err = ask("endpoint.url='http://127.0.0.1:9/v1'")
-    said = "error: endpoint http://127.0.0.1:9/v1: no server answers at 127.0.0.1:9 (Connection refused); "
-    assert code == 1 and err.startswith(said) and err.count("\n") == 1
-    counts = counts_of(folder)
+    said = ask.refused("whole", "endpoint.url='http://127.0.0.1:9/v1'", code=1)
+    assert said.startswith(
+        "error: endpoint http://127.0.0.1:9/v1: no server answers at 127.0.0.1:9 (Connection refused); "
+    )
+    counts = counts_of(tmp_path / "whole")
     assert counts["failed"] == {} and counts["not_asked"] == 20
-    assert ask()[0] == 0 and counts_of(folder)["done"] == 20, "another address of the same model is no other recipe"
+    assert counts_of(ask("whole"))["done"] == 20, "another address of the same model is no other recipe"
 
 
 def test_a_server_that_fails_during_the_run(ask, server, tmp_path):
     answers = iter(["fine"] * 9)
     server.plan = lambda asked: next(answers, (500, b"gone"))
-    code, _, err = ask("endpoint.give_up=6", "endpoint.retries=0", "endpoint.concurrency=1")
+    said = ask.refused("whole", "endpoint.give_up=6", "endpoint.retries=0", "endpoint.concurrency=1", code=1)
     counts = counts_of(tmp_path / "whole")
-    assert code == 1 and "http 500 6 times" in err and counts["done"] > 0 and counts["not_asked"] > 0
+    assert "http 500 6 times" in said and counts["done"] > 0 and counts["not_asked"] > 0
 
 
-def test_the_key_is_sent_and_kept_nowhere(ask, server, tmp_path, monkeypatch):
+def test_the_key_is_sent_and_kept_nowhere(ask, server, monkeypatch):
     key = "sk-SECRET-123"
     monkeypatch.setenv(endpoint.KEY, key + "\n")
     chance = iter([(401, f"wrong key {key}".encode())])
     server.plan = lambda asked: next(chance, "fine")
-    code, out, err = ask()
-    assert code == 0, err
+    folder = ask("whole")
     assert all(headers["Authorization"] == f"Bearer {key}" for _, _, headers, _ in server.requests)
-    written = b"".join(path.read_bytes() for path in (tmp_path / "whole").rglob("*") if path.is_file())
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert b"wrong key ***" in written
-    assert "SECRET" not in out + err and b"SECRET" not in written
+    assert "SECRET" not in ask.out and b"SECRET" not in written
     monkeypatch.setenv(endpoint.KEY, "sk-SECRET\nX: y")
-    code, out, err = ask("run.name=other")
-    assert code == 2 and err.startswith("error: OPENAI_API_KEY: holds a line break") and "SECRET" not in out + err
+    said = ask.refused("other")
+    assert said.startswith("error: OPENAI_API_KEY: holds a line break") and "SECRET" not in ask.out + said
     monkeypatch.delenv(endpoint.KEY)
     server.requests = []
-    assert ask("run.name=third")[0] == 0
+    ask("third")
     assert not any("Authorization" in headers for _, _, headers, _ in server.requests)
 
 
-@pytest.fixture
-def interruptible():
-    """A job in the background has SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path, interruptible):
+def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path):
     asked = iter(range(100))
 
     def plan(_):
@@ -856,12 +803,10 @@ def test_ctrl_c_keeps_what_is_answered(ask, server, tmp_path, interruptible):
         return "fine"
 
     server.plan = plan
-    code, _, err = ask("endpoint.concurrency=1", "endpoint.timeout=20.0")
-    done = counts_of(tmp_path / "whole")["done"]
-    assert code == 2 and 0 < done < 20
-    assert (
-        err == f"error: stopped: {done} of 20 prompts are answered in {tmp_path / 'whole'}; the same command goes on\n"
-    )
+    said = ask.refused("whole", "endpoint.concurrency=1", "endpoint.timeout=20.0")
+    folder = tmp_path / "whole"
+    done = counts_of(folder)["done"]
+    assert 0 < done < 20
+    assert said == f"error: stopped: {done} of 20 prompts are answered in {folder}; the same command goes on\n"
     server.plan = lambda asked: "fine"
-    assert ask("endpoint.timeout=20.0")[0] == 0 and counts_of(tmp_path / "whole")["done"] == 20
-    shutil.rmtree(tmp_path / "whole")
+    assert counts_of(ask("whole", "endpoint.timeout=20.0"))["done"] == 20

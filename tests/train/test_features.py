@@ -100,9 +100,8 @@ def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     monkeypatch.setattr(features.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     stored = tmp_path / "new" / "0.bin" if where == "disk" else None
-    with pytest.raises(
-        ValueError, match=r"cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB .*; set cache_hidden=none"
-    ):
+    wanted = r"cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB .*; set cache_hidden=none"
+    with pytest.raises(ValueError, match=wanted):
         hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored)
     assert not list(tmp_path.iterdir())
 

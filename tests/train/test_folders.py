@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from training_runs import Runs
 
-from draftsmith.train import checkpoint, folders
+from draftsmith.train import checkpoint, folders, lm, medusa, run
 from draftsmith.train.folders import begin, held
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,12 @@ def make_checkpoint(folder: Path, step: int) -> None:
     place = folder / "checkpoints" / f"step-{step}"
     place.mkdir(parents=True)
     (place / "state.json").write_text("{}")
+
+
+def enter(folder: Path, kind: str) -> None:
+    """A command that does nothing in the folder."""
+    with held(folder, kind):
+        pass
 
 
 def names(folder: Path) -> set[str]:
@@ -33,10 +40,9 @@ def test_a_new_run(tmp_path):
         assert begin(folder, False, False) is False
         assert begin(folder, True, False) is False, "nothing there: it begins"
     assert json.loads((folder / ".run").read_text()) == {"kind": "medusa"}
-    with held(folder, "medusa"):
-        pass
-    with pytest.raises(ValueError, match=r"is a run of train/medusa\.py; train/lm\.py"), held(folder, "lm"):
-        pass
+    enter(folder, "medusa")
+    with pytest.raises(ValueError, match=r"is a run of train/medusa\.py; train/lm\.py"):
+        enter(folder, "lm")
 
 
 def test_a_run_is_resumed_or_restarted_or_refused(tmp_path):
@@ -75,16 +81,12 @@ def test_runs_from_before_the_mark(tmp_path):
     (tmp_path / "distill/manifest.json").write_text('{"decides": {}}')
     for kind in ("medusa", "lm", "distill"):
         for other in {"medusa", "lm", "distill"} - {kind}:
-            with (
-                pytest.raises(ValueError, match=rf"is a run of train/{kind}\.py; train/{other}\.py writes only"),
-                held(tmp_path / kind, other),
-            ):
-                pass
+            with pytest.raises(ValueError, match=rf"is a run of train/{kind}\.py; train/{other}\.py writes only"):
+                enter(tmp_path / kind, other)
         assert ".run" not in names(tmp_path / kind)
-        with held(tmp_path / kind, kind):
-            pass
-        with pytest.raises(ValueError, match=f"is a run of train/{kind}"), held(tmp_path / kind, "x"):
-            pass
+        enter(tmp_path / kind, kind)
+        with pytest.raises(ValueError, match=f"is a run of train/{kind}"):
+            enter(tmp_path / kind, "x")
 
 
 def test_anything_else_is_refused_and_not_touched(tmp_path):
@@ -94,11 +96,9 @@ def test_anything_else_is_refused_and_not_touched(tmp_path):
         (tmp_path / "project" / name).write_text("[]")
     before = sorted(tmp_path.rglob("*"))
     for folder, files in (("project", r"README\.md, a, b, …"), ("model", r"recipe\.yaml"), (".", "model, project")):
-        with (
-            pytest.raises(ValueError, match=rf"is no run but holds other things \({files}\); train/lm\.py .*run\.name"),
-            held(tmp_path / folder, "lm"),
-        ):
-            pass
+        wanted = rf"is no run but holds other things \({files}\); train/lm\.py .*run\.name"
+        with pytest.raises(ValueError, match=wanted):
+            enter(tmp_path / folder, "lm")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -106,8 +106,8 @@ def test_a_file_and_loops_are_not_folders(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name in ("file", "loop"):
-        with pytest.raises(OSError), held(tmp_path / name, "lm"):
-            pass
+        with pytest.raises(OSError):
+            enter(tmp_path / name, "lm")
         (tmp_path / f"run-{name}").mkdir()
         (tmp_path / f"run-{name}/checkpoints").symlink_to(tmp_path / name)
         for options in ((True, False), (False, False)):
@@ -160,15 +160,14 @@ def test_one_at_a_time(tmp_path):
     other.start()
     assert entered.wait(300)
     try:
-        with pytest.raises(ValueError, match="another command is working in this run; wait"), held(folder, "lm"):
-            pass
+        with pytest.raises(ValueError, match="another command is working in this run; wait"):
+            enter(folder, "lm")
         with held(folder, "lm", main=False):  # a further process of the same command
             pass
     finally:
         other.kill()  # a killed one's lock is free again
         other.join()
-    with held(folder, "lm"):
-        pass
+    enter(folder, "lm")
 
 
 def test_a_killed_removal_leaves_no_half_checkpoint(tmp_path, monkeypatch):
@@ -191,18 +190,16 @@ def test_a_killed_removal_leaves_no_half_checkpoint(tmp_path, monkeypatch):
 # ---- the real commands
 
 
-SCRIPTS = ("medusa", "lm", "distill")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["medusa", "lm", "distill"])
 @pytest.mark.parametrize("restart", [[], ["--restart"], ["--tiny"]])
 def test_commands_leave_other_folders_alone(tmp_path, run_main, script, restart):
     module = __import__(f"draftsmith.train.{script}", fromlist=["main"])
     recipe = ROOT / f"recipes/tiny-{script}.yaml"
     folder = tmp_path / ("model-tiny" if restart == ["--tiny"] else "model")
     folder.mkdir()
-    (folder / "model.safetensors").write_text("weights")
-    (folder / "recipe.yaml").write_text("# accelerate launch train/lm.py recipes/tiny-lm.yaml\n")
+    files = {"model.safetensors": "weights", "recipe.yaml": "# accelerate launch train/lm.py recipes/tiny-lm.yaml\n"}
+    for name, text in files.items():
+        (folder / name).write_text(text)
     options = [recipe, f"run.output_dir={tmp_path}", "run.name=model", *restart]
     code, _, err = run_main(module.main, *options)
     assert (code, err) == (
@@ -210,15 +207,10 @@ def test_commands_leave_other_folders_alone(tmp_path, run_main, script, restart)
         f"error: {folder}: is no run but holds other things (model.safetensors, recipe.yaml); train/{script}.py writes "
         "only into an empty folder or a run of its own: set run.name\n",
     )
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {
-        "model.safetensors": "weights",
-        "recipe.yaml": "# accelerate launch train/lm.py recipes/tiny-lm.yaml\n",
-    }
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
 def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
-    from draftsmith.train import medusa
-
     options = [ROOT / "recipes/tiny-medusa.yaml", f"run.output_dir={tmp_path}", "run.name=x"]
     with held(tmp_path / "x", "medusa"):
         before = names(tmp_path / "x")
@@ -231,13 +223,14 @@ def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
 BLOCKED = """
 import runpy, sys
 
+slow, *sys.argv = sys.argv[1:]
+
 class Block:
     def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "datasets", "numpy", "rich", "pydantic"):
+        if name.partition(".")[0] in slow.split():
             raise SystemExit(f"{name} is imported for --help")
 
 sys.meta_path.insert(0, Block())
-sys.argv = sys.argv[1:]
 sys.path.insert(0, "train")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -246,13 +239,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "script",
     [
+        *(f"data/{name}.py" for name in ("prompts", "preview")),
         *(f"train/{name}.py" for name in ("medusa", "lm", "distill")),
         *(f"benchmarks/{name}.py" for name in ("medusa_step", "train_step", "medusa_stages", "unroll", "serving")),
     ],
 )
 @pytest.mark.parametrize("argument, code", [("--help", 0), ("--no-such-option", 2)])
 def test_help_imports_nothing_slow(script, argument, code):
-    done = subprocess.run([sys.executable, "-c", BLOCKED, script, argument], cwd=ROOT, capture_output=True, text=True)
+    slow = "torch transformers accelerate datasets numpy" + " rich pydantic" * (not script.startswith("data/"))
+    command = [sys.executable, "-c", BLOCKED, slow, script, argument]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith("error: there is no option --no-such-option") if code else "usage:" in done.stdout
 
@@ -279,39 +275,29 @@ def test_ctrl_c_while_importing(tmp_path, script, library):
 STAGE = {"optim": {"lr": 1e-3}, "batch": {"sequences": 1}, "steps": 3}
 
 
-def recipe_of(**sections):
-    text = {"source": "stdlib"}
-    content = {
-        "run": {"name": "x"},
-        "target": {"name": "t"},
-        "data": {"train": [text], "validation": [text]},
-        "drafter": {},
-        "stages": [STAGE],
-    }
-    from draftsmith.train.medusa import MedusaRecipe
+def data_of(**fields):
+    return {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], **fields}
 
-    return MedusaRecipe.model_validate({**content, **sections})
+
+def recipe_of(**sections):
+    content = {"run": {"name": "x"}, "target": {"name": "t"}, "data": data_of(), "drafter": {}, "stages": [STAGE]}
+    return medusa.MedusaRecipe.model_validate({**content, **sections})
+
+
+def needs(field, package):
+    return f"{field} needs another package: pip install {package}"
 
 
 @pytest.mark.parametrize(
     "sections, message",
     [
-        ({"data": {"train": [{"source": "no/*.jsonl"}], "validation": [{"source": "stdlib"}]}}, "no such file"),
-        ({"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "no.txt"}]}}, "'no.txt': there is no"),
-        (
-            {"data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}], "template": "{% if %}"}},
-            "no Jinja template",
-        ),
-        ({"track": {"wandb": True}}, "track.wandb needs another package: pip install wandb"),
-        ({"track": {"tensorboard": True}}, "track.tensorboard needs another package: pip install tensorboard"),
-        (
-            {"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]},
-            "optim.eight_bit needs another package: pip install bitsandbytes",
-        ),
-        (
-            {"target": {"name": "t", "quantize": "8bit"}},
-            "target.quantize needs another package: pip install bitsandbytes",
-        ),
+        ({"data": data_of(train=[{"source": "no/*.jsonl"}])}, "no such file"),
+        ({"data": data_of(validation=[{"source": "no.txt"}])}, "'no.txt': there is no"),
+        ({"data": data_of(template="{% if %}")}, "no Jinja template"),
+        ({"track": {"wandb": True}}, needs("track.wandb", "wandb")),
+        ({"track": {"tensorboard": True}}, needs("track.tensorboard", "tensorboard")),
+        ({"stages": [{**STAGE, "optim": {"lr": 1e-3, "eight_bit": True}}]}, needs("optim.eight_bit", "bitsandbytes")),
+        ({"target": {"name": "t", "quantize": "8bit"}}, needs("target.quantize", "bitsandbytes")),
     ],
 )
 def test_what_is_missing(sections, message, monkeypatch):
@@ -341,9 +327,9 @@ def test_checkpoints_that_cannot_fit(tmp_path, monkeypatch):
 
 
 def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run_main, monkeypatch):
-    from draftsmith.train import lm, medusa, run
-
     monkeypatch.setattr(run, "load_target", None)
+    medusa_runs = Runs(medusa.main, ROOT / "recipes/tiny-medusa.yaml", run_main)
+    lm_runs = Runs(lm.main, ROOT / "recipes/tiny-lm.yaml", run_main)
     heads = {"drafter_type": "medusa", "num_draft_heads": 3, "num_layers": 1, "projection": "own"}
     wrong = {
         "nothing": (None, "no drafter there"),
@@ -357,11 +343,7 @@ def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run
             (tmp_path / name / "config.json").write_text(json.dumps(config))
             (tmp_path / name / "model.safetensors").touch()
             (tmp_path / name / "tokenizer.json").touch()
-        options = [f"run.output_dir={tmp_path}", "run.name=x", f"init_from={tmp_path / name}"]
-        medusa_options = [ROOT / "recipes/tiny-medusa.yaml", *options, "drafter.num_draft_heads=4"]
-        code, _, err = run_main(medusa.main, *medusa_options)
-        assert code == 2 and err.count("\n") == 1 and message in err, err
+        begun = f"init_from={tmp_path / name}"
+        assert message in medusa_runs.refused("x", begun, "drafter.num_draft_heads=4", f"run.output_dir={tmp_path}")
     for name, message in {"nothing": "no model with its tokenizer", "model": "vocab_size None ≠ 4096"}.items():
-        options = [f"run.output_dir={tmp_path}", "run.name=y", f"init_from={tmp_path / name}"]
-        code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", *options)
-        assert code == 2 and err.count("\n") == 1 and message in err, err
+        assert message in lm_runs.refused("y", f"init_from={tmp_path / name}", f"run.output_dir={tmp_path}")

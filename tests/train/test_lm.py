@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_runs import Runs, metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.common.recipe import read_recipe
@@ -16,14 +17,9 @@ from draftsmith.data.rows import Skipped
 from draftsmith.train import lm, unlikelihood
 
 ROOT = Path(__file__).parents[2]
+MODEL = "vocab_size=420 hidden_size=32 num_layers=2 num_heads=4 num_kv_heads=2 head_dim=8 intermediate_size=48".split()
 SMALL = [
-    "model.vocab_size=420",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.head_dim=8",
-    "model.intermediate_size=48",
+    *(f"model.{field}" for field in MODEL),
     "model.max_position_embeddings=128",
     "data.train=[{source: stdlib, split: test}, {source: stdlib, split: test, form: chat, weight: 0.2}]",
     "lookahead={num_heads: 2, share: 0.25}",
@@ -82,21 +78,10 @@ def test_it_learnt_something(trained):
     assert provenance["validation_loss"] == pytest.approx(validation[-1], abs=0.05), "the weights as stored"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "  a",
-        "a  ",
-        "\t\n\r\n",
-        "naïve ñ ﬁ",
-        "日本語 → 🙂🇮🇹",
-        "\x00\x7f\u2028\ufeff",
-        "don't  , 's !",
-        "x" * 300,
-    ],
-)
+TEXTS = ["", " ", "  a", "a  ", "\t\n\r\n", "naïve ñ ﬁ", "日本語 → 🙂🇮🇹", "\x00\x7f\u2028\ufeff", "don't  , 's !"]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "x" * 300])
 def test_encoded_text_decodes_to_itself(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
@@ -111,17 +96,9 @@ def test_special_tokens_are_one_token_each(tokenizer):
 
 def small_model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
 def test_the_loss_written_out():
@@ -194,28 +171,23 @@ def test_unlikelihood_gets_a_model_out_of_its_loop():
 
 def test_begin_with_another_model(run_main, trained, tmp_path):
     """``init_from`` brings weights and tokenizer; a stage writes on with its own continuations."""
-    unlikelihood = (
-        "{ngram: 2, source: {source: stdlib, split: test, "
-        "answers: {prompts: 8, prompt_tokens: 16, new_tokens: 24, batch_size: 8}}}"
-    )
-    recipe = ROOT / "recipes/tiny-lm.yaml"
-    common = [f"run.output_dir={tmp_path}", *SMALL, f"init_from={trained}"]
-    one_stage = f"stages=[{{name: a, max_length: 32, steps: 2, optim: {{lr: 1e-9}}, batch: {{sequences: 4}}, unlikelihood: {unlikelihood}}}]"  # noqa: E501
-    code, out, err = run_main(lm.main, recipe, *common, one_stage)
-    assert code == 0, err
-    assert "the model continues 8 prompts" in out
+    answers = {"prompts": 8, "prompt_tokens": 16, "new_tokens": 24, "batch_size": 8}
+    written = {"ngram": 2, "source": {"source": "stdlib", "split": "test", "answers": answers}}
+    stage = {"name": "a", "max_length": 32, "steps": 2, "optim": {"lr": 1e-9}, "batch": {"sequences": 4}}
+    stages = "stages=" + json.dumps([{**stage, "unlikelihood": written}])
+    begin = Runs(lm.main, ROOT / "recipes/tiny-lm.yaml", run_main)
+    options = [f"run.output_dir={tmp_path}", *SMALL, f"init_from={trained}", stages]
+    begin("x", *options)
+    assert "the model continues 8 prompts" in begin.out
     before = load_file(trained / "model.safetensors")
-    after = load_file(tmp_path / "tiny-lm" / "model.safetensors")
+    after = load_file(tmp_path / "x" / "model.safetensors")
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
-    assert (trained / "tokenizer.json").read_bytes() == (tmp_path / "tiny-lm" / "tokenizer.json").read_bytes()
-    metrics = [json.loads(line) for line in (tmp_path / "tiny-lm" / "metrics.jsonl").read_text().splitlines()]
-    assert "repetition_loss" in metrics[0]
-    code, _, err = run_main(lm.main, recipe, *common, one_stage, "run.name=y", "model.hidden_size=40")
-    assert code == 2 and err.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
-    code, _, err = run_main(
-        lm.main, recipe, *common, one_stage, "run.name=z", "stages.0.unlikelihood.source.answers=null"
-    )
-    assert code == 2 and err.count("\n") == 1 and "source needs 'answers'" in err
+    assert (trained / "tokenizer.json").read_bytes() == (tmp_path / "x" / "tokenizer.json").read_bytes()
+    assert metrics(tmp_path / "x", "repetition_loss")
+    said = begin.refused("y", *options, "model.hidden_size=40")
+    assert said.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
+    said = begin.refused("z", *options, "stages.0.unlikelihood.source.answers=null")
+    assert "source needs 'answers'" in said
 
 
 def test_a_tokenizer_without_our_end_token(trained, tmp_path):
@@ -291,7 +263,5 @@ def test_the_template_marks_exactly_what_the_assistant_writes(tokenizer):
     ],
 )
 def test_bad_recipes_are_one_line(run_main, tmp_path, override, message):
-    code, _, err = run_main(lm.main, ROOT / "recipes/tiny-lm.yaml", f"run.output_dir={tmp_path}", *SMALL, override)
-    assert code == 2
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
+    runs = Runs(lm.main, ROOT / "recipes/tiny-lm.yaml", run_main)
+    assert message in runs.refused("x", f"run.output_dir={tmp_path}", *SMALL, override)

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -15,16 +17,11 @@ def test_shifted_labels(shift, length, dtype):
     torch.manual_seed(shift)
     tokens = torch.randint(VOCAB, (3, length), dtype=dtype)
     for supervised in (torch.rand(3, length) < 0.5, torch.ones(3, length).bool(), torch.zeros(3, length).bool()):
-        expected = [
-            [
-                int(tokens[b, t + shift]) if t + shift < length and supervised[b, t + shift] else -100
-                for t in range(length)
-            ]
-            for b in range(3)
-        ]
-        labels = shifted_labels(tokens, supervised, shift)
-        assert labels.dtype == torch.int64
-        assert labels.tolist() == expected
+        labels, expected = shifted_labels(tokens, supervised, shift), torch.full((3, length), -100)
+        for b, t in itertools.product(range(3), range(length - shift)):
+            if supervised[b, t + shift]:
+                expected[b, t] = tokens[b, t + shift]
+        assert labels.dtype == torch.int64 and torch.equal(labels, expected)
 
 
 def test_no_label_crosses_into_the_next_sample():
