@@ -9,6 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from training_runs import assert_same_files, metrics, write_recipe
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.artifact import write_drafter
@@ -53,13 +54,8 @@ def make_rows(vocab_size, share=True):
     """Four samples, of prompt and answer, in two rows if they share them."""
     torch.manual_seed(6)
     sizes = ((9, 3), (5, 1), (7, 4), (6, 2))
-    return Rows(
-        Tokenized.of(
-            Sample(torch.randint(1, vocab_size, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes
-        ),
-        16,
-        share=share,
-    )
+    samples = [Sample(torch.randint(1, vocab_size, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes]
+    return Rows(Tokenized.of(samples), 16, share=share)
 
 
 @torch.no_grad()
@@ -189,44 +185,27 @@ def test_a_batch_without_labels(make_target):
 
 # ---- the command
 
+MAIN = eagle.main
+VERSIONS = {1: ["drafter={version: 1}"], 3: []}
+FURTHER = ["stages.0.steps=2", "evaluate={every: 2}"]
+
 
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
+    stage = {"name": "eagle", "batch": {"sequences": 8, "accumulate": 2}, "steps": 20, "optim": {"lr": 1e-2}}
+    sections = {"checkpoint": {"every": 5, "keep": 1}, "evaluate": {"every": 10, "decode": 20, "prompts": 3}}
     folder = tmp_path_factory.mktemp("runs")
-    ask = {"prompts": 16, "prompt_tokens": 12, "new_tokens": 24, "batch_size": 12}
-    content = {
-        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
-        "target": {"name": str(tiny_lm)},
-        "drafter": {"version": 3, "unroll": STEPS},
-        "data": {
-            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
-            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
-        },
-        "stages": [{"name": "eagle", "batch": {"sequences": 8, "accumulate": 2}, "steps": 20, "optim": {"lr": 1e-2}}],
-        "precision": {"autocast": "none", "threads": 1},
-        "checkpoint": {"every": 5, "keep": 1},
-        "evaluate": {"every": 10, "decode": 20, "prompts": 3},
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
-
-
-VERSIONS = {1: ["drafter={version: 1}"], 3: []}
+    return write_recipe(folder, tiny_lm, {"version": 3, "unroll": STEPS}, [stage], **sections)
 
 
 @pytest.fixture(scope="module")
-def whole(recipe, run_main):
+def whole(train):
     """The folders of runs that nothing interrupted, by version."""
-    for version, options in VERSIONS.items():
-        code, _, err = run_main(eagle.main, recipe, f"run.name=whole-{version}", *options)
-        assert (code, err) == (0, "")
-    return {version: recipe.parent / f"whole-{version}" for version in VERSIONS}
+    return {version: train(f"whole-{version}", *options) for version, options in VERSIONS.items()}
 
 
-def metrics_of(folder, key):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+def in_step(step):
+    return eagle.EagleTraining, "count", 2 * (step - 1)  # two micro-batches a step
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -236,130 +215,76 @@ def test_the_run_folder(whole, version):
     assert (config["drafter_type"], config["version"]) == ("eagle", version)
     assert config["captured_layers"] == ([1] if version == 3 else []) and config["max_position_embeddings"] == 256
     Eagle.from_artifact(config, load_file(folder / "model.safetensors"), "here")
-    losses, tau = metrics_of(folder, "loss"), metrics_of(folder, "simulated_tau")
+    losses, tau = metrics(folder, "loss"), metrics(folder, "simulated_tau")
     assert losses[20] < losses[10] and list(tau) == [10, 20] and max(tau.values()) == facts["simulated_tau"] > 1.02
     assert {f"step{k}_held_out_top1" for k in range(1, 8)} <= set((folder / "metrics.jsonl").read_text().split('"'))
-    real = metrics_of(folder, "tau")
+    real = metrics(folder, "tau")
     assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
     assert "identical to plain decoding" in decode_a_little(folder)
 
 
-class Killed(BaseException):
-    """Ends a run at once: nobody catches it, nothing is saved."""
-
-
-def kill_in_step(patch, step):
-    count, calls = eagle.EagleTraining.count, itertools.count()
-
-    def counted(self, batch):
-        if next(calls) == 2 * (step - 1):  # two micro-batches a step
-            raise Killed
-        return count(self, batch)
-
-    patch.setattr(eagle.EagleTraining, "count", counted)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, version):
-    options = [recipe, f"run.name=killed-{version}", *VERSIONS[version]]
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_in_step(patch, 14)
-        run_main(eagle.main, *options)
-    folder = recipe.parent / f"killed-{version}"
+def test_a_killed_run_goes_on_bit_for_bit(whole, train, version):
+    options = [f"killed-{version}", *VERSIONS[version]]
+    folder = train.killed(in_step(14), *options)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
-    assert run_main(eagle.main, *options, "--resume")[0] == 0
-    for name in ("model.safetensors", "checkpoints/step-20/model.safetensors"):
-        assert (folder / name).read_bytes() == (whole[version] / name).read_bytes(), name
+    train(*options, "--resume")
+    assert_same_files(folder, whole[version], "model.safetensors", "checkpoints/step-20/model.safetensors")
 
 
-def test_kept_features_train_as_fresh_ones(recipe, whole, run_main, monkeypatch):
+def test_kept_features_train_as_fresh_ones(whole, train, monkeypatch):
     """In memory and on disk, resumed; a file that was damaged meanwhile is found."""
-    fresh = metrics_of(whole[3], "loss")
-    code, _, err = run_main(eagle.main, recipe, "run.name=memory", "cache_hidden=memory")
-    assert code == 0, err
-    kept = metrics_of(recipe.parent / "memory", "loss")
-    assert kept == pytest.approx(fresh, rel=1e-4)
-    options, folder = [recipe, "run.name=disk", "cache_hidden=disk"], recipe.parent / "disk"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        kill_in_step(patch, 14)
-        run_main(eagle.main, *options)
-    file = folder / "features/0.bin"
-    assert json.loads((folder / "features/0.json").read_text())["captures"] == [1]
+    kept = metrics(train("memory", "cache_hidden=memory"), "loss")
+    assert kept == pytest.approx(metrics(whole[3], "loss"), rel=1e-4)
+    file = train.killed(in_step(14), "disk", "cache_hidden=disk") / "features/0.bin"
+    assert json.loads(file.with_suffix(".json").read_text())["captures"] == [1]
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2] + bytes(len(content) // 2))
-    code, _, err = run_main(eagle.main, *options, "--resume")
     wanted = f"error: {file}: the target makes other hidden states than are kept there (relative difference 1); "
-    assert (code, err) == (2, f"{wanted}delete that file, then --resume\n")
+    assert train.refused("disk", "cache_hidden=disk", "--resume") == f"{wanted}delete that file, then --resume\n"
     file.unlink()
-    made = []
-    with monkeypatch.context() as patch:
-        patch.setattr(features, "_compare", lambda *_: made.append(True))
-        assert run_main(eagle.main, *options, "--resume")[0] == 0
-    assert not made, "nothing is left to compare with"
-    assert metrics_of(folder, "loss") == kept
+    monkeypatch.setattr(features, "_compare", None)  # nothing is left to compare with
+    assert metrics(train("disk", "cache_hidden=disk", "--resume"), "loss") == kept
 
 
-def test_begin_with_another_drafter(recipe, run_main):
+def test_begin_with_another_drafter(train):
     """Its weights, vocabulary and layers; another kind of drafter is refused."""
-    options = [recipe, "stages.0.steps=2", "evaluate={every: 2}"]
-    first = [*options, "run.name=first", "drafter.draft_vocab_size=40", "drafter.captured_layers=[0]"]
-    assert run_main(eagle.main, *first)[0] == 0
-    folder = recipe.parent / "first"
-    other = [*options, f"init_from={folder}", "stages.0.optim.lr=1e-9", "data.train.0.answers.prompts=3"]
-    code, _, err = run_main(eagle.main, *other, "run.name=second", "drafter.draft_vocab_size=40")
-    assert code == 0, err
-    one, two = (load_file(path / "model.safetensors") for path in (folder, recipe.parent / "second"))
+    first = train("first", *FURTHER, "drafter.draft_vocab_size=40", "drafter.captured_layers=[0]")
+    other = [*FURTHER, f"init_from={first}", "stages.0.optim.lr=1e-9", "data.train.0.answers.prompts=3"]
+    second = train("second", *other, "drafter.draft_vocab_size=40")
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert torch.equal(one["draft_vocab"], two["draft_vocab"]) and one["draft_vocab"].tolist() != [*range(40)]
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
-    assert json.loads((recipe.parent / "second/config.json").read_text())["captured_layers"] == [0]
+    assert json.loads((second / "config.json").read_text())["captured_layers"] == [0]
     for change, message in (
-        ("drafter.draft_vocab_size=50", "its draft_vocab_size is 40, the recipe's 50"),
-        ("drafter={version: 1}", "its version is 3, the recipe's 1"),
-        ("drafter={version: 3, draft_vocab_size: 40, captured_layers: [1]}", "its captured_layers is [0], the "),
-        (
-            "drafter={version: 3, draft_vocab_size: 40, norm_output: true}",
-            "its norm_output is False, the recipe's True",
-        ),
+        ("version: 3, draft_vocab_size: 50", "its draft_vocab_size is 40, the recipe's 50"),
+        ("version: 1", "its version is 3, the recipe's 1"),
+        ("version: 3, draft_vocab_size: 40, captured_layers: [1]", "its captured_layers is [0], the "),
+        ("version: 3, draft_vocab_size: 40, norm_output: true", "its norm_output is False, the recipe's True"),
     ):
-        code, _, err = run_main(eagle.main, *other, "run.name=z", change)
-        assert code == 2 and err.startswith(f"error: init_from={folder}: {message}") and err.count("\n") == 1
+        said = train.refused("z", *other, f"drafter={{{change}}}")
+        assert said.startswith(f"error: init_from={first}: {message}")
 
 
-def test_begin_with_an_imported_drafter(recipe, tiny_lm, run_main):
+def test_begin_with_an_imported_drafter(recipe, train, tiny_lm):
     """What no recipe says is the drafter's: sizes, rotary positions, biases, embeddings, the residual; also resumed."""
     folder, target = recipe.parent / "imported", load_target(str(tiny_lm))
     torch.manual_seed(0)
-    made = Eagle.for_target(target, 3, "own", captured_layers=(0, 1))
+    sizes = {"hidden_size": 24, "target_hidden_size": 32, "intermediate_size": 40, "head_dim": 6}
+    kind = {"own_embeddings": True, "norm_before_residual": True, "attention_bias": True}
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
-    made = Eagle(
-        replace(
-            made.config,
-            hidden_size=24,
-            target_hidden_size=32,
-            own_embeddings=True,
-            norm_before_residual=True,
-            attention_bias=True,
-            intermediate_size=40,
-            head_dim=6,
-            rope_parameters=rope,
-        )
-    )
+    config = Eagle.for_target(target, 3, "own", captured_layers=(0, 1)).config
+    made = Eagle(replace(config, **sizes, **kind, rope_parameters=rope))
     write_drafter(folder, "eagle", made.config.to_dict(), made.state_dict(), target, {})
-    options = [recipe, "run.name=further", f"init_from={folder}", "stages.0.steps=2", "evaluate={every: 2}"]
-    code, _, err = run_main(eagle.main, *options, "stages.0.optim.lr=1e-9")
-    assert code == 0, err
-    config = json.loads((recipe.parent / "further/config.json").read_text())
+    further = train("further", *FURTHER, f"init_from={folder}", "stages.0.optim.lr=1e-9")
+    config = json.loads((further / "config.json").read_text())
     assert Eagle.from_artifact(config, made.state_dict(), "here").config == made.config
-    for name, weight in load_file(recipe.parent / "further/model.safetensors").items():
+    for name, weight in load_file(further / "model.safetensors").items():
         torch.testing.assert_close(weight, made.state_dict()[name], atol=1e-6, rtol=0)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        kill_in_step(patch, 8)
-        run_main(eagle.main, *options[:3], "run.name=killed-further")
-    code, _, err = run_main(eagle.main, *options[:3], "run.name=killed-further", "--resume")
-    assert code == 0, err
-    moved = load_file(recipe.parent / "killed-further/model.safetensors")
+    train.killed(in_step(8), "killed-further", f"init_from={folder}")
+    moved = load_file(train("killed-further", f"init_from={folder}", "--resume") / "model.safetensors")
     assert all(not torch.equal(weight, made.state_dict()[name]) for name, weight in moved.items())
 
 
@@ -378,10 +303,8 @@ def test_begin_with_an_imported_drafter(recipe, tiny_lm, run_main):
         (["drafter.draft_vocab_size=301"], "drafter.draft_vocab_size=301: the target has 300 tokens"),
     ],
 )
-def test_wrong_recipes_are_one_line(recipe, run_main, overrides, message):
-    code, _, err = run_main(eagle.main, recipe, "run.name=wrong", *overrides)
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
+def test_wrong_recipes_are_one_line(train, overrides, message):
+    assert message in train.refused("wrong", *overrides)
 
 
 def test_plans_count_what_trains(recipe, tiny_lm, make_target):

@@ -1,22 +1,19 @@
 """Boosted ensembles of small speculative models: the loss and the marks against their definitions, then recipe →
-training → artifact by the real command, also killed at random moments."""
+training → artifact by the real command, also killed and interrupted."""
 
 import itertools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from draws import occurs
 from safetensors.torch import load_file
+from training_runs import write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.packing import Sample, Tokenized
@@ -91,10 +88,8 @@ def test_prompts_are_marked_by_what_the_model_really_continues(make_target, m):
         assert (left[part] == wanted).all(), number
         matched += same
     kept = boosting.subset(samples, left)
-    assert (
-        kept.supervised.sum() == left.sum()
-        and len(kept) == (np.diff(np.searchsorted(np.flatnonzero(left), samples.starts)) > 0).sum()
-    )
+    some_left = np.diff(np.searchsorted(np.flatnonzero(left), samples.starts)) > 0
+    assert kept.supervised.sum() == left.sum() and len(kept) == some_left.sum()
     # Independent of how many are marked at once, and the same as for rows of a tensor.
     tokens = torch.zeros(len(samples), 40, dtype=torch.int64)
     supervised = torch.zeros(len(samples), 40, dtype=torch.bool)
@@ -176,42 +171,36 @@ def test_a_model_of_the_targets_layers(make_target):
 # ---- recipe → training → artifact
 
 
+MAIN = ssm.main
+
+
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ssm")
-    ask = {"prompts": 24, "prompt_tokens": 12, "new_tokens": 32, "batch_size": 12}
     stage = {"steps": 6, "batch": {"sequences": 4}, "optim": {"lr": 0.01}}
-    content = {
-        "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
-        "target": {"name": str(tiny_lm), "model_type": "llama"},
-        "drafter": {"layers": [1], "draft_vocab_size": 80},
-        "boost": {"tokens": 1, "min_prompts": 1, "unit": "segment"},
-        "data": {
-            "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
-            "validation": [{"source": "stdlib", "split": "test", "answers": ask | {"prompts": 8}}],
-        },
-        "stages": [{"name": f"ssm-{number}", **stage} for number in range(3)],
-        "precision": {"autocast": "none", "threads": 1},
-        "checkpoint": {"every": 2, "keep": 1},
-        "evaluate": {"every": 3},
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    return path
+    return write_recipe(
+        tmp_path_factory.mktemp("ssm"),
+        tiny_lm,
+        {"layers": [1], "draft_vocab_size": 80},
+        [{"name": f"ssm-{number}", **stage} for number in range(3)],
+        prompts=24,
+        new_tokens=32,
+        target={"name": str(tiny_lm), "model_type": "llama"},
+        boost={"tokens": 1, "min_prompts": 1, "unit": "segment"},
+        checkpoint={"every": 2, "keep": 1},
+        evaluate={"every": 3},
+    )
 
 
 @pytest.fixture(scope="module")
-def whole(recipe, run_main):
-    code, _, err = run_main(ssm.main, recipe)
-    assert (code, err) == (0, "")
-    return recipe.parent / "whole"
+def whole(train):
+    return train("whole")
 
 
 def weights_of(folder):
     return {part.name: (part / "model.safetensors").read_bytes() for part in sorted(folder.glob("ssm-*"))}
 
 
-def test_it_trains_and_is_exported(recipe, whole, tiny_lm):
+def test_it_trains_and_is_exported(whole, tiny_lm):
     config = json.loads((whole / "config.json").read_text())
     assert (config["drafter_type"], config["num_ssms"], config["draft_vocab_size"]) == ("ssm", 3, 80)
     assert config["parts"] == ["ssm-0", "ssm-1", "ssm-2"] and len(config["coverage"]) == len(config["overlap"]) == 3
@@ -233,7 +222,7 @@ def test_it_trains_and_is_exported(recipe, whole, tiny_lm):
     assert facts["prompts"] == [8, 8, 8]
 
 
-def test_each_round_trains_on_what_is_left(recipe, whole, run_main):
+def test_each_round_trains_on_what_is_left(whole):
     """mark: fresh gives each round its own third, less what the SSMs before it get right."""
     marks = [load_file(whole / "marks" / str(number) / "model.safetensors")["0"] for number in range(3)]
     answers = load_file(whole / "answers/train-0/model.safetensors")
@@ -255,7 +244,7 @@ def test_each_round_trains_on_what_is_left(recipe, whole, run_main):
         models.append(Target(model, None, "", ""))
 
 
-def test_seeds_and_weighting_are_other_ensembles(recipe, whole, run_main, monkeypatch):
+def test_seeds_and_weighting_are_other_ensembles(whole, train, monkeypatch):
     found, used = [weights_of(whole)], []
 
     def fit(*arguments, weights, fit=Run.fit, **named):
@@ -263,30 +252,25 @@ def test_seeds_and_weighting_are_other_ensembles(recipe, whole, run_main, monkey
         return fit(*arguments, weights=weights, **named)
 
     monkeypatch.setattr(Run, "fit", fit)
-    others = {"seeds": ["boost.ensemble=seeds"], "weighted": ["boost.marked_share=0.25", "data.train.0.weight=2"]}
-    for name, overrides in others.items():
-        code, _, err = run_main(ssm.main, recipe, f"run.name={name}", *overrides)
-        assert code == 0, err
-        found.append(weights_of(recipe.parent / name))
+    found.append(weights_of(train("seeds", "boost.ensemble=seeds")))
+    found.append(weights_of(train("weighted", "boost.marked_share=0.25", "data.train.0.weight=2")))
     assert used == [[1.0]] * 3 + [[1.5]] + [[1.5, 0.5]] * 2, "the source's weight, times the share of what is marked"
     assert len(found[1]) == 3 and len(set(found[1].values())) == 3
     assert found[2]["ssm-0"] == found[0]["ssm-0"]  # nothing is marked before the first round
     assert found[2]["ssm-1"] != found[0]["ssm-1"]
 
 
-def test_it_ends_when_too_few_prompts_are_left(recipe, run_main):
-    code, out, _ = run_main(ssm.main, recipe, "run.name=few", "boost.min_prompts=9")
-    assert code == 0 and "the ensemble ends here" in " ".join(out.split())
-    config = json.loads((recipe.parent / "few" / "config.json").read_text())
+def test_it_ends_when_too_few_prompts_are_left(train):
+    folder = train("few", "boost.min_prompts=9")
+    assert "the ensemble ends here" in " ".join(train.out.split())
+    config = json.loads((folder / "config.json").read_text())
     assert config["parts"] == ["ssm-0"] and config["num_ssms"] == 1
 
 
-def test_another_model_as_the_base(recipe, whole, run_main):
+def test_another_model_as_the_base(whole, train):
     """All of it trains; it has to have the target's vocabulary."""
-    folder = recipe.parent / "based"
-    options = [recipe, "run.name=based", "drafter.layers=null", "drafter.draft_vocab_size=null", "boost.mark=train"]
-    code, _, err = run_main(ssm.main, *options, f"drafter.base={whole / 'ssm-0'}")
-    assert code == 0, err
+    options = ["drafter.layers=null", "drafter.draft_vocab_size=null", "boost.mark=train"]
+    folder = train("based", *options, f"drafter.base={whole / 'ssm-0'}")
     begun, now = (load_file(each / "ssm-0/model.safetensors") for each in (whole, folder))
     assert not torch.equal(begun["model.embed_tokens.weight"], now["model.embed_tokens.weight"])
     assert not (folder / "model.safetensors").exists()
@@ -298,41 +282,23 @@ def test_another_model_as_the_base(recipe, whole, run_main):
         ("drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
         ("drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
         ("boost.marc=train", "unknown key 'boost.marc'; nearest valid key: boost.mark"),
-        (
-            "drafter.draft_vocab_size=99999",
-            "drafter.draft_vocab_size=99999: the target has 300 tokens; set fewer, or null",
-        ),
+        ("drafter.draft_vocab_size=999", "drafter.draft_vocab_size=999: the target has 300 tokens; set fewer, or null"),
         ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
         ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
     ],
 )
-def test_bad_recipes_are_one_line(recipe, run_main, override, message):
-    code, out, err = run_main(ssm.main, recipe, "run.name=bad", override)
-    assert code == 2 and message in err and err.count("\n") == 1
-    assert "prompts" not in out, "said before anything slow"
+def test_bad_recipes_are_one_line(train, override, message):
+    assert message in train.refused("bad", override)
+    assert "prompts" not in train.out, "said before anything slow"
 
 
-def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
+def test_it_decodes_exactly(whole, run_main, tmp_path):
     (whole / "tree.json").write_text(json.dumps({"parts": [[[0], [0, 0]], [[0], [1]], [[0]]]}))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("import os", "def read(path):")))
+    options = "--max-new-tokens 24 --threads 1 --check-lossless --all-nodes --baseline none --report".split()
     for name in (whole, f"{whole}+ngram"):
-        code, _, err = run_main(
-            decode.main,
-            name,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            "24",
-            "--threads",
-            "1",
-            "--check-lossless",
-            "--all-nodes",
-            "--baseline",
-            "none",
-            "--report",
-            tmp_path,
-        )
+        code, _, err = run_main(decode.main, name, "--prompts", prompts, *options, tmp_path)
         assert code == 0, err
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["lossless"]["identical"] is True and report["mean_accepted_length"] > 1
@@ -341,34 +307,13 @@ def test_it_decodes_exactly(recipe, whole, run_main, tmp_path):
 # ---- killed runs
 
 
-class Killed(BaseException):
-    pass
-
-
-def test_a_killed_run_gives_the_same_ensemble(recipe, whole, run_main, monkeypatch):
+def test_a_killed_run_gives_the_same_ensemble(whole, train):
     """Killed within a round, and then while prompts are marked."""
-    options, calls, count = [recipe, "run.name=killed"], itertools.count(1), ssm.Ssm.count
-
-    def counted(self, batch):
-        if next(calls) == 9:
-            raise Killed
-        return count(self, batch)
-
-    def killed(*_):
-        raise Killed
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(ssm.Ssm, "count", counted)
-        run_main(ssm.main, *options)
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(boosting, "greedy_ranks", killed)
-        run_main(ssm.main, *options, "--resume")
-    code, _, err = run_main(ssm.main, *options, "--resume", "boost.tokens=4")
-    assert code == 2 and err.count("\n") == 1
-    assert "--resume: round 0 trains on what boost.tokens=1 left, and the recipe now has 4; set it back" in err
-    code, _, err = run_main(ssm.main, *options, "--resume", "boost.min_prompts=2")
-    assert code == 0, err
-    assert weights_of(recipe.parent / "killed") == weights_of(whole)
+    train.killed((ssm.Ssm, "count", 8), "killed")
+    train.killed((boosting, "greedy_ranks", 0), "killed", "--resume")
+    said = train.refused("killed", "--resume", "boost.tokens=4")
+    assert "--resume: round 0 trains on what boost.tokens=1 left, and the recipe now has 4; set it back" in said
+    assert weights_of(train("killed", "--resume", "boost.min_prompts=2")) == weights_of(whole)
 
 
 # What runs when Ctrl-C comes: its place, its name, which call of it, and the line where it is not the usual one.
@@ -391,10 +336,10 @@ CTRL_C = {
 
 @pytest.mark.whole_runs
 @pytest.mark.parametrize("moment", CTRL_C)
-def test_ctrl_c_at_any_moment(recipe, whole, run_main, monkeypatch, moment):
+def test_ctrl_c_at_any_moment(recipe, whole, train, run_main, monkeypatch, moment):
     """One line, exit code 2, no half file; --resume gives the uninterrupted ensemble."""
     (place, name, which, said), folder = CTRL_C[moment], recipe.parent / moment.replace(" ", "-")
-    options, calls, before = [recipe, f"run.name={folder.name}"], itertools.count(1), getattr(place, name)
+    calls, before = itertools.count(1), getattr(place, name)
 
     def interrupted(*arguments, **named):
         counted = name != "write_tensors" or "marks" in arguments[0].parts
@@ -404,37 +349,12 @@ def test_ctrl_c_at_any_moment(recipe, whole, run_main, monkeypatch, moment):
 
     with monkeypatch.context() as patch:
         patch.setattr(place, name, interrupted)
-        code, _, err = run_main(ssm.main, *options)
+        code, _, err = run_main(ssm.main, recipe, f"run.name={folder.name}")
     assert next(calls) > which, "it came to this"
     lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
     assert (said or "interrupted; files already written are whole") in lines[0]
     assert not [path for path in folder.rglob("*") if ".tmp" in path.name]
     answers = {path: path.stat().st_mtime_ns for path in folder.glob("answers/*/model.safetensors")}
-    code, _, err = run_main(ssm.main, *options, "--resume")
-    assert code == 0, err
-    assert weights_of(folder) == weights_of(whole)
+    assert weights_of(train(folder.name, "--resume")) == weights_of(whole)
     assert answers == {path: path.stat().st_mtime_ns for path in answers}, "written answers are not written again"
-
-
-@pytest.mark.slow
-def test_fifty_kills_at_random_moments(recipe, whole):
-    """SIGKILL at random moments of three rounds, resumed each time: the uninterrupted ensemble, bit for bit."""
-    rng, kills, began = random.Random(7), 0, time.monotonic()
-    command = [sys.executable, ROOT / "train/ssm.py", recipe, "run.name=kills"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    name = recipe.parent / "kills"
-    while kills < 50:
-        resume = ["--resume"] if list((name / "checkpoints").glob("step-*")) else ["--restart"]
-        running = subprocess.Popen([*command, *resume], env=environment, stdout=subprocess.DEVNULL, cwd=ROOT)
-        try:
-            running.wait(rng.uniform(0.5, 12))
-        except subprocess.TimeoutExpired:
-            os.kill(running.pid, signal.SIGKILL)
-            running.wait()
-            kills += 1
-            continue
-        assert running.returncode == 0
-        assert weights_of(name) == weights_of(whole), f"after {kills} kills"
-        subprocess.run(["rm", "-r", name], check=True)
-        assert time.monotonic() - began < 1500

@@ -31,12 +31,12 @@ def before_call(patch, place, name, which, do):
     patch.setattr(place, name, counted)
 
 
-def write_recipe(folder, target, drafter, stages, prompts=16, new_tokens=24, **sections):
-    """A recipe file in ``folder``, of training on the target's own answers to pieces of the standard library."""
+def write_recipe(folder, model, drafter, stages, prompts=16, new_tokens=24, **sections):
+    """A recipe file in ``folder``, of training on a model's own answers to pieces of the standard library."""
     ask = {"prompts": prompts, "prompt_tokens": 12, "new_tokens": new_tokens, "batch_size": 12}
     content = {
         "run": {"name": "whole", "output_dir": str(folder), "seed": 3},
-        "target": {"name": str(target)},
+        "target": {"name": str(model)},
         "drafter": drafter,
         "data": {
             "train": [{"source": "stdlib", "split": "validation", "answers": ask}],
