@@ -24,6 +24,10 @@ def fail_with(error):
     return main
 
 
+CANNOT = "error: {}: cannot write or read here ({}); choose another folder".format
+FULL = "error: {}; free some space and run again (finished files are intact)".format
+
+
 @pytest.mark.parametrize(
     "error, code, line",
     [
@@ -32,33 +36,12 @@ def fail_with(error):
         (FloatingPointError("loss nan at step 3"), 1, "error: loss nan at step 3"),
         (KeyboardInterrupt(), 2, "error: interrupted; files already written are whole"),
         (KeyboardInterrupt("stopped at step 3; saved"), 2, "error: stopped at step 3; saved"),
-        (
-            OSError(errno.ENOSPC, "No space", "runs/x"),
-            1,
-            "error: runs/x: the disk is full; free some space and run again (finished files are intact)",
-        ),
-        (
-            OSError(errno.EFBIG, "File too large", "a"),
-            1,
-            "error: a: nothing more can be written (File too large); free "
-            "some space and run again (finished files are intact)",
-        ),
+        (OSError(errno.ENOSPC, "No space", "runs/x"), 1, FULL("runs/x: the disk is full")),
+        (OSError(errno.EFBIG, "File too large", "a"), 1, FULL("a: nothing more can be written (File too large)")),
         (ConnectionError("nobody answers"), 1, "error: nobody answers"),
-        (
-            OSError(errno.ELOOP, "Too many levels", "a"),
-            2,
-            "error: a: cannot write or read here (Too many levels); choose another folder",
-        ),
-        (
-            OSError(errno.ENOTDIR, "Not a directory", "a"),
-            2,
-            "error: a: cannot write or read here (Not a directory); choose another folder",
-        ),
-        (
-            OSError(errno.EACCES, "Permission denied", "runs/x"),
-            2,
-            "error: runs/x: cannot write or read here (Permission denied); choose another folder",
-        ),
+        (OSError(errno.ELOOP, "Too many levels", "a"), 2, CANNOT("a", "Too many levels")),
+        (OSError(errno.ENOTDIR, "Not a directory", "a"), 2, CANNOT("a", "Not a directory")),
+        (OSError(errno.EACCES, "Permission denied", "runs/x"), 2, CANNOT("runs/x", "Permission denied")),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
@@ -115,10 +98,8 @@ def test_a_file_where_a_folder_should_be(tmp_path, capsys):
 
 
 def test_a_real_command(tmp_path):
-    def run(*arguments):
-        return subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True)
-
-    done = run("-m", "draftsmith.data.prompts", "package:nothing", "--tokenizer", "/nowhere", "--out", "x.jsonl")
+    command = [sys.executable, "-m", "draftsmith.data.prompts", "package:nothing", "--tokenizer", "/nowhere"]
+    done = subprocess.run([*command, "--out", "x.jsonl"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n"
 
@@ -206,10 +187,7 @@ def test_every_option_is_explained(monkeypatch, file):
     ],
 )
 def test_options_of_other_tools(words, said):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "inference/decode.py"), "ngram", "--prompt", "a", *words],
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, ROOT / "inference/decode.py", "ngram", "--prompt", "a", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"error: {said}")

@@ -11,17 +11,7 @@ import torch
 from filelock import Timeout
 
 from draftsmith.common import files
-from draftsmith.common.files import (
-    append,
-    json_object,
-    parse_json,
-    read_json,
-    read_text,
-    replacing,
-    replacing_folder,
-    write_json,
-    write_text,
-)
+from draftsmith.common.files import append, parse_json, read_json, read_text, write_json, write_text
 from draftsmith.train import checkpoint
 
 
@@ -56,10 +46,10 @@ def test_what_is_written_is_read(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])
 def test_a_block_that_fails_changes_nothing(tmp_path, error):
     write_text(tmp_path / "a", "before")
-    with pytest.raises(error), replacing(tmp_path / "a") as temporary:
+    with pytest.raises(error), files.replacing(tmp_path / "a") as temporary:
         temporary.write_text("half")
         raise error
-    with pytest.raises(error), replacing_folder(tmp_path) as temporary:
+    with pytest.raises(error), files.replacing_folder(tmp_path) as temporary:
         (temporary / "a").write_text("half")
         raise error
     assert names(tmp_path) == ["a"] and read_text(tmp_path / "a") == "before"
@@ -79,33 +69,30 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path):
             write(tmp_path / name)
         assert caught.value.filename == str(tmp_path / name)
         assert caught.value.errno in (errno.EFBIG, errno.EIO)  # the latter of what safetensors says in words only
-    with limited(1000), pytest.raises(OSError) as caught, replacing_folder(tmp_path) as temporary:
+    with limited(1000), pytest.raises(OSError) as caught, files.replacing_folder(tmp_path) as temporary:
         (temporary / "part").write_bytes(b"x" * 5000)
     assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value.filename)
     assert names(tmp_path) == ["lines", "tensors"] and names(tmp_path / "tensors") == []
     assert read_text(tmp_path / "lines") == "x" * 900 + "\n", "the half of the second line is taken back"
 
 
-def test_a_full_disk_that_a_library_reports_as_a_plain_exception(tmp_path):
-    """tokenizers raises a plain Exception."""
-    for block in (replacing(tmp_path / "a"), replacing_folder(tmp_path / "a")):
+def test_errors_inside_of_a_block(tmp_path):
+    """tokenizers raises a plain Exception when the disk is full; another file's error keeps its name."""
+    for block in (files.replacing(tmp_path / "a"), files.replacing_folder(tmp_path / "a")):
         with pytest.raises(OSError) as caught, block:
             raise Exception("No space left on device (os error 28)")
         assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "a")
-
-
-def test_another_files_error_keeps_its_name(tmp_path):
-    for block in (replacing(tmp_path / "a"), replacing_folder(tmp_path / "a")):
+    for block in (files.replacing(tmp_path / "a"), files.replacing_folder(tmp_path / "a")):
         with pytest.raises(OSError, match="elsewhere"), block:
             (tmp_path / "elsewhere").read_text()
 
 
 def test_several_files_at_once(tmp_path):
     folder = tmp_path / "new"
-    with replacing_folder(folder) as temporary:
+    with files.replacing_folder(folder) as temporary:
         (temporary / "a").write_text("1")
     write_text(folder / "kept", "mine")
-    with replacing_folder(folder) as temporary:
+    with files.replacing_folder(folder) as temporary:
         (temporary / "a").write_text("2")
         (temporary / "b").write_text("2")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "2", "b": "2", "kept": "mine"}
@@ -142,7 +129,7 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path, content, message):
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        json_object(path, "recipe")
+        files.json_object(path, "recipe")
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 

@@ -1,9 +1,11 @@
-"""Packages with evaluation prompts of our own writing, in the layout of the real ones."""
+"""Packages with evaluation prompts of our own writing, in the layout of the real ones; the bundled tokenizer."""
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 PROBLEMS = {
     "HumanEval/0": 'def longest_run(values: List[int]) -> int:\n    """ '
@@ -48,6 +50,19 @@ QUESTIONS = [
     ("3", "TEST", "Who hosts the show Lights! today?", "Nobody"),
     ("2", "DEV", "How many steps does the stair of the tallest lighthouse have?", "Some hundred"),
 ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models/tiny-lm")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A folder of its own for tokenized data."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -39,19 +39,15 @@ def test_rare(packages):
     forms = ("chinese/8", "repeat/0", "vlc/0", "names/0", "addresses/0", "bookings/0")
     assert list(prompts) == [f"rare/{form}" for form in forms]
     chinese, repeat, translations, names, addresses, bookings = prompts.values()
-    assert (
-        [message["content"] for message in chinese.messages]
-        == [chinese.text]
-        == ["为灯塔看守人写一封信,寄给本季最后一艘船的船长。"]
-    )
+    said = [message["content"] for message in chinese.messages]
+    assert said == [chinese.text] == ["为灯塔看守人写一封信,寄给本季最后一艘船的船长。"]
     assert [message["content"] for message in repeat.messages] == [
         "Repeat this text.\n\n请写一首关于雾和灯塔的短诗。",
         "请写一首关于雾和灯塔的短诗。",
         "Repeat this text.\n\n请写一份灯塔的维修计划。",
     ]
-    assert (
-        translations.messages[1]["content"] == "be: Лямпа маяка"
-    )  # then neither German, in ASCII, nor the long Persian
+    assert translations.messages[1]["content"] == "be: Лямпа маяка"
+    # neither German, in ASCII, nor the long Persian
     lines = ["el: Λάμπα φάρου", "he: מנורת המגדלור", "ka: შუქურის ნათურა", "sr: Lampa svetioničara Žužića"]
     assert translations.messages[2]["content"].split("\n")[2:] == lines
     assert translations.text.split("\n") == lines

@@ -9,9 +9,6 @@ def test_pack_joins_with_a_separator_and_drops_the_tail():
     rows = pack([[1, 2, 3], [4], [5, 6]], length=4, separator=0)
     assert rows.tolist() == [[1, 2, 3, 0], [4, 0, 5, 6]]
     assert rows.dtype == torch.int32
-
-
-def test_pack_needs_one_row():
     with pytest.raises(ValueError, match="4 tokens do not fill one row of 5"):
         pack([[1, 2, 3]], length=5, separator=0)
     assert pack([[1, 2, 3, 4]], length=5, separator=0).tolist() == [[1, 2, 3, 4, 0]]

