@@ -23,15 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_medusa(run_main, tmp_path):
-    code, out, err = run_main(
-        medusa.main,
-        ROOT / "recipes/tiny-medusa.yaml",
-        "--dry-run",
-        "--verbose",
-        f"run.output_dir={tmp_path}/new/runs",
-        "drafter.projection=own",
-        "stages.0.optim.lr=0.004",
-    )
+    options = [f"run.output_dir={tmp_path}/new/runs", "drafter.projection=own", "stages.0.optim.lr=0.004"]
+    recipe = ROOT / "recipes/tiny-medusa.yaml"
+    code, out, err = run_main(medusa.main, recipe, "--dry-run", "--verbose", *options)
     assert code == 0, err
     assert "lr: 0.004" in out, "the resolved recipe"
     target = json.loads((ROOT / "models/tiny-lm/config.json").read_text())
@@ -60,14 +54,10 @@ def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
     code, out, err = run_main(main, ROOT / f"recipes/{name}.yaml", "--dry-run", f"run.output_dir={tmp_path}")
     assert code == 0, err
     assert f"'{target}': no such folder here" in out and "transformers' default llama (32 layers, hidden size" in out
-    assert (out.count("2 epochs") == 2 and "an epoch has is known once the rows are read" in out) == (
-        name == "vicuna7b"
-    )
-    assert (
-        (main is ssm.main or "6,738.4 M" in out)
-        and "the tiny form of this recipe trained" in out
-        and "identical to plain" in out
-    )
+    epochs = out.count("2 epochs") == 2 and "an epoch has is known once the rows are read" in out
+    assert epochs == (name == "vicuna7b")
+    assert main is ssm.main or "6,738.4 M" in out
+    assert "the tiny form of this recipe trained" in out and "identical to plain" in out
     assert not list(tmp_path.iterdir())
 
 

@@ -33,13 +33,12 @@ HEADS = 3
 # ---- the loss
 
 
-def make_module(target, projection="shared", perturbed=True):
+def make_module(target, projection="shared"):
     torch.manual_seed(3)
     heads = MedusaHeads.for_target(target, HEADS, 2, projection)
-    if perturbed:
-        with torch.no_grad():
-            for parameter in heads.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     return medusa.Medusa1(target, heads)
 
 
@@ -107,30 +106,6 @@ def test_only_heads_train(make_target):
     for parameter in module.heads.parameters():
         assert (parameter.grad.flatten(2).abs().sum(-1) > 0).all(), "every head's"
     assert all(parameter.grad is None for parameter in target.model.parameters())
-
-
-def test_padding_does_not_matter(make_target):
-    target = make_target("llama")
-    module, batch = make_module(target), make_batch(target.vocab_size)
-    loss, _ = module(batch, module.count(batch), 0)
-    padded = {key: F.pad(value, (0, 5)) for key, value in batch.items()}
-    behind = padded["supervised"].int().flip(1).cummax(1).values.flip(1) == 0
-    padded["tokens"][behind] = torch.arange(int(behind.sum()), dtype=torch.int32) % target.vocab_size
-    assert torch.equal(module.count(padded), module.count(batch))
-    torch.testing.assert_close(module(padded, module.count(padded), 0)[0], loss, atol=0, rtol=1e-4)
-
-
-def test_untrained_heads_are_the_lm_head(make_target):
-    target = make_target("llama")
-    batch = make_batch(target.vocab_size)
-    batch["supervised"][:] = True
-    logits = target.logits(target.hidden(batch["tokens"].long()))
-    for projection in ("own", "shared"):
-        module = make_module(target, projection, perturbed=False)
-        _, metrics = module(batch, module.count(batch), 0)
-        for k in range(1, HEADS + 1):
-            expected = F.cross_entropy(logits[:, : -k - 1].flatten(0, 1), batch["tokens"][:, k + 1 :].long().flatten())
-            assert float(metrics[f"head{k}_loss"]) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_micro_batches_add_up(make_target):
@@ -207,8 +182,9 @@ def recipe(tiny_lm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(recipe):
-    """The folder of a run that nothing interrupted."""
-    done = subprocess.run([sys.executable, "train/medusa.py", recipe], cwd=ROOT, capture_output=True, text=True)
+    """The folder of a run that nothing interrupted. Drafts are decoded meanwhile, which changes no weight."""
+    command = [sys.executable, "train/medusa.py", recipe, "evaluate.decode=20", "evaluate.prompts=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return recipe.parent / "whole"
 
@@ -243,17 +219,9 @@ def test_the_run_folder(whole, tiny_lm):
     losses, tau = metrics(whole, "loss"), metrics(whole, "simulated_tau")
     assert list(losses) == [10, 20, 30] and losses[30] < losses[20] < losses[10]
     assert list(tau) == [10, 20, 30] and max(tau.values()) == provenance["simulated_tau"]
-
-
-def test_best_weights_are_exported(train, monkeypatch):
-    taus = iter([2.0, 1.0, 2.0])  # the last is of the weights that are exported
-    monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
-    folder = train("best", "stages.0.steps=4", "evaluate.every=2")
-    exported = load_file(folder / "model.safetensors")
-    best, last = (load_file(folder / f"checkpoints/{name}/model.safetensors") for name in ("best/medusa-1", "step-4"))
-    for name, weight in exported.items():
-        assert torch.equal(weight, best[f"heads.{name}"]) and not torch.equal(weight, last[f"heads.{name}"])
-    assert json.loads((folder / "provenance.json").read_text())["simulated_tau"] == 2.0
+    real = metrics(whole, "tau")
+    assert list(real) == [20] and 1 <= real[20] <= HEADS + 1
+    assert abs(real[20] - tau[20]) < 0.6, "of other prompts, but of the same kind"
 
 
 def test_what_is_measured_while_training(train, monkeypatch):
@@ -351,19 +319,6 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, train, optimizer):
 
 
 @pytest.mark.slow
-def test_a_process_killed_by_the_system_goes_on_bit_for_bit(recipe, whole):
-    command = [sys.executable, "train/medusa.py", recipe, "run.name=sigkill"]
-    folder = recipe.parent / "sigkill"
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not (folder / "checkpoints/step-10").exists() and process.poll() is None:
-        time.sleep(0.002)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    subprocess.run([*command, "--resume"], cwd=ROOT, check=True, capture_output=True)
-    assert_same_runs(folder, whole)
-
-
-@pytest.mark.slow
 def test_fifty_kills_at_random_moments(recipe, train):
     """Killed by the system at any moment of its life, and resumed, fifty times over one run: the same weights."""
     options = ["stages.0.steps=3000", "evaluate.every=100", "checkpoint.every=10", "stages.0.optim.lr=1e-3"]
@@ -435,13 +390,6 @@ def test_streamed_chats_go_on_bit_for_bit(train, chats, monkeypatch):
     endless = [sources[0], "stages.0.steps=null", "stages.0.epochs=2"]
     said = f"stages.0.epochs=2: source '{chats}' is streamed, and its number of rows unknown; give steps"
     assert said in train.refused("endless", *endless)
-
-
-def test_the_real_tau_while_training(train):
-    folder = train("tau", "evaluate.decode=20", "evaluate.prompts=3")
-    tau, simulated = metrics(folder, "tau"), metrics(folder, "simulated_tau")
-    assert list(tau) == [20] and 1 <= tau[20] <= HEADS + 1
-    assert abs(tau[20] - simulated[20]) < 0.6, "of other prompts, but of the same kind"
 
 
 def test_begin_with_other_heads(whole, train):
@@ -520,12 +468,6 @@ def test_chats_from_a_file(train, chats, packing):
         assert "40 samples" in train.out and "9 samples" in train.out
         losses.append(metrics(folder, "loss"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[1] == losses[2]
-
-
-def test_a_finished_run_is_left_alone(whole, train):
-    before = files(whole)
-    assert train.refused("whole").startswith(f"error: {whole}: holds a finished run; pass --resume")
-    assert files(whole) == before
 
 
 PROMISED = """drafter target device dtype mode prompts new_tokens steps mean_accepted_length acceptance_per_position
@@ -625,6 +567,6 @@ def test_bad_input_is_one_line(train, tiny_lm, tmp_path, overrides, message):
 
 
 def test_a_missing_recipe(recipe, run_main):
-    code, _, err = run_main(medusa.main, recipe.with_name("recipes.yaml"))
-    assert code == 2
-    assert err == f"error: {recipe.with_name('recipes.yaml')}: there is no such recipe; did you mean {recipe}?\n"
+    missing = recipe.with_name("recipes.yaml")
+    said = f"error: {missing}: there is no such recipe; did you mean {recipe}?\n"
+    assert run_main(medusa.main, missing) == (2, "", said)

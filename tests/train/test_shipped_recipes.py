@@ -25,16 +25,6 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 BIN = Path(sys.executable).parent
 
 
-def test_how_many_there_are():
-    assert [path.stem for path in RECIPES] == [
-        "llama3-70b-distill", "llama3-70b-zero3", "llama3-8b-dynaspec", "llama3-8b-eagle3", "llama3-8b",
-        "llama7b-68m-ssm", "qwen2-7b-dynaspec", "qwen3-8b-eagle3", "qwen3-8b", "smollm2-distill", "smollm2-dynaspec",
-        "smollm2-eagle3", "smollm2-medusa", "smollm2-medusa2", "smollm2-ssm", "tiny-distill", "tiny-draft",
-        "tiny-dynaspec", "tiny-eagle1", "tiny-eagle3", "tiny-lm", "tiny-medusa", "tiny-medusa2", "tiny-ssm",
-        "vicuna33b-distill", "vicuna33b-self-distill", "vicuna7b", "zephyr7b-distill", "zephyr7b-self-distill",
-    ]  # fmt: skip
-
-
 TRAINING = [path for path in RECIPES if path.read_text().startswith("# accelerate launch ")]
 every_recipe = pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 
