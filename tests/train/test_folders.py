@@ -210,16 +210,6 @@ def test_commands_leave_other_folders_alone(tmp_path, run_main, script, restart)
     assert {path.name: path.read_text() for path in folder.iterdir()} == files
 
 
-def test_two_commands_on_one_run(tmp_path, run_main, tiny_lm):
-    options = [ROOT / "recipes/tiny-medusa.yaml", f"run.output_dir={tmp_path}", "run.name=x"]
-    with held(tmp_path / "x", "medusa"):
-        before = names(tmp_path / "x")
-        said = f"error: {tmp_path / 'x'}: another command is working in this run; wait for it, or set run.name\n"
-        assert run_main(medusa.main, *options, "--resume") == (2, "", said)
-        assert run_main(medusa.main, *options, "--restart")[::2] == (2, said)
-        assert names(tmp_path / "x") == before
-
-
 BLOCKED = """
 import runpy, sys
 
