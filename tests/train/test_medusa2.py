@@ -400,7 +400,7 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(train, monkeypat
         init(self, target, heads, *rest)
 
     monkeypatch.setattr(Medusa2, "__init__", noted)
-    taus, kls = iter([9.0, 9.0, 8.0, 3.0, 2.0, 2.5, 3.0]), iter([0.9, 0.01, 0.02, 0.06, 0.01])
+    taus, kls = iter([9.0, 9.0, 8.0, 3.0, 2.0, 2.5, 3.25]), iter([0.9, 0.01, 0.02, 0.06, 0.01])
     monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
     moved = dict.fromkeys(("perplexity", "original_perplexity", "perplexity_ratio"), 1.0)
     monkeypatch.setattr(medusa, "drift", lambda *_: {"kl": next(kls), **moved})
@@ -413,6 +413,7 @@ def test_weights_that_moved_the_target_too_far_are_not_selected(train, monkeypat
     assert [all(torch.equal(best[key], one[key]) for key in best) for one in steps] == [False, True, False, False]
     exported = load_file(folder / "model.safetensors")
     assert all(torch.equal(weight, best[f"heads.{key}"]) for key, weight in exported.items())
+    assert json.loads((folder / "provenance.json").read_text())["simulated_tau"] == 3.25, "the last, of those weights"
     first, last = (load_file(folder / f"checkpoints/step-{n}/model.safetensors") for n in (1, 2))
     assert all(torch.equal(began[key], first[key]) and not torch.equal(first[key], last[key]) for key in began)
 
@@ -451,19 +452,13 @@ def test_the_second_stage_goes_on_in_the_data(train, monkeypatch):
             "target.quantize=8bit",
             "target.quantize=8bit: joint.loss=kl compares with the target as it was, which has to be unquantised",
         ),
-        (
-            "stages.1.joint.head_wieght=1",
-            "unknown key 'stages.1.joint.head_wieght'; nearest valid key: stages.1.joint.head_",
-        ),
+        ("stages.1.joint.max_lk=1", "unknown key 'stages.1.joint.max_lk'; nearest valid key: stages.1.joint.max_kl"),
         ("joint.head_weight=1", "unknown key 'joint'; nearest valid key: stages.0.joint"),
         ("steps=3", "unknown key 'steps'; nearest valid key: stages.0.steps"),
         ("stages.1.joint=null", "export.merged: there is nothing to merge without a joint stage"),
         ("stages.1.optim.name=muon", "optim.name: Muon has one learning rate for heads and adapters; use adamw "),
         ("drafter.num_draft_heads=1000000000", "'drafter.num_draft_heads': input should be less than or equal to 64"),
-        (
-            "stages.1.joint.lora.r=1000000000",
-            "'stages.1.joint.lora.r': input should be less than or equal to 4096, got 1000000000",
-        ),
+        ("stages.1.joint.lora.r=5000", "'stages.1.joint.lora.r': input should be less than or equal to 4096, got 5000"),
         ("stages.1.joint.max_kl=.nan", "'stages.1.joint.max_kl': input should be a finite number, got nan"),
         ("init_from=''", "'init_from': string should have at least 1 character, got ''"),
         ("stages.1.joint.lora.modules=[q_proj, lm_head]", "lm_head is shared by all heads; drop it, or set"),
@@ -517,17 +512,3 @@ def test_another_adapter_is_another_target(whole, train, run_main, tmp_path):
     assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 2
     said = train.refused("plain", f"init_from={whole}", "stages.0.steps=1")
     assert "same shape, other weights (fingerprint " in said
-
-
-def test_a_damaged_adapter(whole, run_main):
-    path = whole / "adapter/adapter_model.safetensors"
-    kept = path.read_bytes()
-    try:
-        path.write_bytes(kept[: len(kept) // 2])
-        code, _, err = run_main(decode.main, whole, "--prompt", "x")
-        assert code == 2 and "truncated" in err and "Traceback" not in err
-        path.unlink()
-        code, _, err = run_main(decode.main, whole, "--prompt", "x")
-        assert code == 2 and "no adapter_model.safetensors here" in err
-    finally:
-        path.write_bytes(kept)
