@@ -184,18 +184,18 @@ PARTS = (
     ),
     Part(
         "engine", "χ², exact distributions, families and batching pass on the device", 150,
-        (tests("{parallel} --device cuda tests/inference/test_engine.py tests/inference/test_tree_logits.py "
-               "tests/inference/test_batching.py tests/inference/test_engine_sampling.py "
-               "tests/inference/test_sampling.py"),),
-        (tests("--device cpu tests/inference/test_engine.py -k 'llama-1 or mates'"),),
+        (tests("{parallel} --device cuda tests/inference/engine/test_engine.py "
+               "tests/inference/engine/test_tree_logits.py tests/inference/engine/test_batching.py "
+               "tests/inference/engine/test_engine_sampling.py tests/inference/verify/test_sampling.py"),),
+        (tests("--device cpu tests/inference/engine/test_engine.py -k 'llama-1 or mates'"),),
         judges.tests_of("engine"), ("triton",),
     ),
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 150,
-        (tests("{parallel} --device cuda tests/inference/test_protocol.py tests/inference/test_draft_model.py "
-               "tests/inference/test_merged.py tests/inference/test_merged_lossless.py "
-               "tests/inference/test_ngram.py"),),
-        (tests("--device cpu tests/inference/test_ngram.py -k 'static and not reference'"),),
+        (tests("{parallel} --device cuda tests/inference/engine/test_protocol.py "
+               "tests/inference/drafters/test_draft_model.py tests/inference/drafters/test_merged.py "
+               "tests/inference/drafters/test_merged_lossless.py tests/inference/drafters/test_ngram.py"),),
+        (tests("--device cpu tests/inference/drafters/test_ngram.py -k 'static and not reference'"),),
         judges.tests_of("drafters"), ("triton",),
     ),
     Part(

@@ -333,7 +333,7 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     assert changed_by("train/ssm.py") == {"ssm"} and changed_by("recipes/tiny-medusa.yaml") == {"medusa"}
     assert changed_by("benchmarks/kernel_times.py") & WITHOUT_PYDANTIC == WITHOUT_PYDANTIC
     assert changed_by("benchmarks/serving.py") == {"serving"}
-    assert changed_by("tests/inference/test_ngram.py") == {"drafters"}
+    assert changed_by("tests/inference/drafters/test_ngram.py") == {"drafters"}
     assert changed_by("README.md") == set() == changed_by("benchmarks/gpu/run.py")
     assert changed(installed=installed | {"pydantic": "3"}) == everything - WITHOUT_PYDANTIC
     ours = replace(PARTS[0], commands=(PARTS[0].commands[0] + " --level 2",))

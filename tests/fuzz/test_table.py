@@ -5,11 +5,11 @@ Tested elsewhere, each by the test named:
 layouts of weights and tokenizers, weights missing, left over or of another shape, gated and private repositories, a
 full disk while converting, unwritable caches: models/test_stored.py; recipes on their data as the Hub has it:
 hub/test_recipes_for_real.py; locks, links, folders of other runs, --help: train/test_run.py; interrupts:
-test_interrupts.py; printed bytes, encodings of terminals, a closed stdout: inference/test_terminal.py; the cost of
-streamed text: inference/test_text.py; arrow keys, closed stdin, lines too long for the context:
-inference/test_decode.py; modes, stop strings and sampling parameters of the engine: inference/test_engine_inputs.py;
-NaN: inference/test_engine_finite.py; endpoints: data/test_endpoint.py, train/test_distill.py; full disks:
-common/test_files.py; rows: data/test_rows.py; templates: data/test_chat.py.
+test_interrupts.py; printed bytes, encodings of terminals, a closed stdout: inference/commands/test_terminal.py; the
+cost of streamed text: inference/engine/test_text.py; arrow keys, closed stdin, lines too long for the context:
+inference/test_decode.py; modes, stop strings and sampling parameters of the engine:
+inference/engine/test_engine_inputs.py; NaN: inference/engine/test_engine_finite.py; endpoints: data/test_endpoint.py,
+train/test_distill.py; full disks: common/test_files.py; rows: data/test_rows.py; templates: data/test_chat.py.
 """
 
 import json

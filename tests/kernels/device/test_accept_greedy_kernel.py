@@ -36,7 +36,7 @@ def scripted(tokens, parents, wanted, generator):
 
 
 def check(tree, choice, best, max_depth, dtype, device):
-    """The kernel against the definition (against plain Python: tests/inference/test_verify.py), whose verdict is
+    """The kernel against the definition (against plain Python: tests/inference/verify/test_verify.py), whose verdict is
     returned, and what is committed against the step's formula, on logits that are ``best`` at ``choice``, both
     ``[B, N]``, and −∞ elsewhere."""
     rows, nodes = choice.shape

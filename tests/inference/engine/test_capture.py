@@ -34,7 +34,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_no_collection():

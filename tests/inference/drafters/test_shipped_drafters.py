@@ -10,7 +10,7 @@ from draftsmith.inference import decode
 from draftsmith.models.from_gguf import with_safetensors
 from draftsmith.models.stored import FETCHED, fingerprint, gguf_file
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(ROOT.glob("models/*/config.json"))
 DRAFTERS = [path.parent for path in SHIPPED if "drafter_type" in json.loads(path.read_text())]
 each = pytest.mark.parametrize("folder", DRAFTERS, ids=lambda folder: folder.name)

@@ -17,13 +17,13 @@ TV is the total variation between the variant's distribution and the target's):
     duplicate siblings tested twice against p alone                          wrong_duplicates_counted_twice      (.153)
     typical acceptance                                                       wrong_typical
 
-and in test_engine_sampling.py, on the whole engine:
+and in ../engine/test_engine_sampling.py, on the whole engine:
 
     the same uniforms at every step (marginals right, joint wrong)           test_reused_uniforms_are_found
     a verifier that accepts too much, seen by --check-lossless               test_check_distribution
 
-On a GPU, ``pytest --device cuda`` with this file and test_engine*.py, test_batching.py and test_tree_logits.py tests
-the kernels in the same way.
+On a GPU, ``pytest --device cuda`` with this file and ../engine/test_{engine*,batching,tree_logits}.py tests the kernels
+in the same way.
 """
 
 import itertools
