@@ -1,7 +1,9 @@
 """A scripted drafter, which drafts each row's true continuation with a mistake at a chosen depth; common fixtures."""
 
 import functools
+import json
 import random
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,26 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
     return path
+
+
+@pytest.fixture(scope="session")
+def run_decode(run_main: Any) -> Callable[[str], tuple[int, str, str]]:
+    """``run_decode(line)`` → exit code, stdout and stderr of decode.py with the arguments of a shell's ``line``."""
+    from draftsmith.inference import decode
+
+    return lambda line: run_main(decode.main, "--threads", 1, *shlex.split(line), script="inference/decode.py")
+
+
+@pytest.fixture
+def report_of(run_decode: Any, tmp_path: Path) -> Callable[[str], tuple[dict[str, Any], str]]:
+    """``report_of(line)`` → the report of decode.py, which has to succeed, and what it wrote to stderr."""
+
+    def run(line: str) -> tuple[dict[str, Any], str]:
+        code, _, err = run_decode(f"{line} --report {tmp_path / 'report'}")
+        assert code == 0, err
+        return json.loads((tmp_path / "report" / "report.json").read_text()), err
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import config, error_of, truncate, without
 from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
-from draftsmith.inference import calibrate, decode
+from draftsmith.inference import calibrate
 from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters.load import load_drafter
@@ -97,20 +98,18 @@ def test_timing_ends_when_it_may(monkeypatch):
         now[0] += 1
         return some
 
-    def groups(rounds=1, **options):
-        return [
-            len(t.seconds)
-            for t in timing.run_rounds({"a": method, "b": method}, PROMPTS, rounds, [], **options).values()
-        ]
+    def groups(**options):
+        timed = timing.run_rounds({"a": method, "b": method}, prompts, 1, [], **options)
+        return [len(each.seconds) for each in timed.values()]
 
-    PROMPTS = [[1]] * 30
+    prompts = [[1]] * 30
     assert groups() == [30, 30]
     assert groups(seconds=50.0) == [25, 25]
     assert groups(seconds=3.0) == [timing.MIN_GROUPS] * 2
     assert groups(settled=lambda timed: True) == [timing.MIN_GROUPS] * 2
     assert groups(settled=lambda timed: len(timed["a"].seconds) == 20) == [20, 20]
     monkeypatch.setattr(timing, "MIN_GROUPS", 40)
-    timed = timing.run_rounds({"a": method}, PROMPTS, 2, [], seconds=1.0)
+    timed = timing.run_rounds({"a": method}, prompts, 2, [], seconds=1.0)
     assert sum(map(len, timed["a"].seconds)) == 40, "the second round was cut short"
 
 
@@ -172,7 +171,7 @@ def test_too_few_pairs_have_no_interval():
     assert timing.speedup_fields("speedup", None) == {"speedup": None, "speedup_interval": None}
 
 
-def test_fewer_prompts_are_timed_than_checked(run_main, drafter, tmp_path, monkeypatch):
+def test_fewer_prompts_are_timed_than_checked(report_of, drafter, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "MIN_GROUPS", 6)
     path, texts = tmp_path / "prompts.jsonl", [f"a{n} = " for n in range(9)]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -185,25 +184,8 @@ def test_fewer_prompts_are_timed_than_checked(run_main, drafter, tmp_path, monke
         return generate(self, prompts, *arguments, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
-    code, _, err = run_main(
-        decode.main,
-        drafter,
-        "--prompts",
-        path,
-        "--max-new-tokens",
-        8,
-        "--threads",
-        1,
-        "--baseline",
-        "all",
-        "--check-lossless",
-        "--seconds",
-        1e-9,
-        "--report",
-        tmp_path,
-    )
-    assert code == 0, err
-    report = json.loads((tmp_path / "report.json").read_text())
+    options = "--max-new-tokens 8 --baseline all --check-lossless --seconds 1e-9"
+    report, err = report_of(f"{drafter} --prompts {path} {options}")
     assert (report["timed_prompts"], report["pairs"], report["prompts"]) == (6, 6, 9)
     assert asked[-2:] == [(True, 3, 1), (False, 3, timing.CHECK_ROWS)], "the rest, and in one batch what is compared"
     assert report["lossless"]["identical"] and report["lossless"]["checked"] == report["new_tokens"] == 9 * 8
@@ -241,26 +223,28 @@ def user(text):
     return Prompt([{"role": "user", "content": text}])
 
 
+@pytest.fixture(scope="module")
+def plain_target(tiny_lm, tmp_path_factory):
+    """The target without a chat template."""
+    folder = shutil.copytree(tiny_lm, tmp_path_factory.mktemp("models") / "plain")
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("measured", [True, False])
-def test_one_prompt(run_main, drafter, target, tmp_path, raw, measured):
+def test_one_prompt(run_decode, drafter, target, tmp_path, raw, measured):
     """The text and nothing else on stdout; a message for the template, or raw."""
-    options = ["--raw"] * raw + ["--report", tmp_path, "--baseline", "none"] * measured
-    code, out, err = run_main(
-        decode.main, drafter, "--prompt", "def f(", "--max-new-tokens", 9, "--threads", 1, *options
-    )
+    options = "--raw " * raw + f"--report {tmp_path} --baseline none" * measured
+    code, out, err = run_decode(f"{drafter} --prompt 'def f(' --max-new-tokens 9 {options}")
     prompt = (Prompt("def f(") if raw else user("def f(")).encode(target)
     (result,) = SpeculativeDecoder(target).generate([prompt], 9)
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
     assert ("tokens in" in err) != measured and (f"wrote {tmp_path / 'report.json'}" in err) == measured
 
 
-def test_a_target_without_a_template_continues_text(run_main, drafter, target, monkeypatch, tiny_lm, tmp_path):
-    folder = shutil.copytree(tiny_lm, tmp_path / "plain")
-    (folder / "chat_template.jinja").unlink()
-    code, out, _ = run_main(
-        decode.main, "none", "--target", folder, "--prompt", "def f(", "--max-new-tokens", 9, "--threads", 1
-    )
+def test_a_target_without_a_template_continues_text(run_decode, target, plain_target):
+    code, out, _ = run_decode(f"none --target {plain_target} --prompt 'def f(' --max-new-tokens 9")
     (result,) = SpeculativeDecoder(target).generate([Prompt("def f(").encode(target)], 9)
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
 
@@ -268,26 +252,14 @@ def test_a_target_without_a_template_continues_text(run_main, drafter, target, m
 # ---- texts as they are decoded
 
 
-def test_live_texts(run_main, drafter, target, prompts):
+def test_live_texts(run_decode, drafter, target, prompts):
     """Those of plain decoding on stdout, the prompts and what the answers took on stderr."""
     prompts.write_text(prompts.read_text() + '{"messages": [{"role": "user", "content": "say [b]\\nx"}]}\n')
     other = prompts.with_name("other.jsonl")
     other.write_text('{"prompt": "x = "}\n')
     given = [Prompt("import os"), Prompt("def f(x):"), user("say [b]\nx"), Prompt("x = ")]
     results = SpeculativeDecoder(target).generate([prompt.encode(target) for prompt in given], 9)
-    code, out, err = run_main(
-        decode.main,
-        f"{drafter}+ngram",
-        "--prompts",
-        prompts,
-        "--prompts",
-        other,
-        "--live",
-        "--max-new-tokens",
-        9,
-        "--threads",
-        1,
-    )
+    code, out, err = run_decode(f"{drafter}+ngram --prompts {prompts} --prompts {other} --live --max-new-tokens 9")
     assert (code, out) == (0, "\n".join(decode_text(target.tokenizer, result.tokens) for result in results))
     asked = [line[2:] for line in err.splitlines() if line.startswith("> ")]
     assert asked == ["import os", "def f(x):", "say [b]", "x", "x = "]
@@ -311,9 +283,15 @@ def test_each_token_has_the_sources_that_drafted_it(drafter):
 # ---- interactive
 
 
-def run_interactive(run_main, monkeypatch, drafter, given, *options):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)) if isinstance(given, bytes) else given)
-    return run_main(decode.main, drafter, "--interactive", "--threads", 1, *options)
+@pytest.fixture
+def talk(run_decode, monkeypatch):
+    """``talk(given, line)`` → the result of decode.py --interactive with these bytes on stdin."""
+
+    def run(given, line):
+        monkeypatch.setattr(sys, "stdin", given and io.TextIOWrapper(io.BytesIO(given)))
+        return run_decode(f"{line} --interactive")
+
+    return run
 
 
 def converse(target, lines, limit):
@@ -327,10 +305,10 @@ def converse(target, lines, limit):
     return answers
 
 
-def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch):
+def test_a_conversation_keeps_its_history(talk, drafter, target):
     """An empty line is no message; behind /reset nothing is left of what was said; behind /exit nothing is read."""
     given = "a = é\r\n\nb = 2\n/help\n/foo bar\n/reset\nb = 2\n/exit\nnever sent".encode()
-    code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
+    code, out, err = talk(given, f"{drafter} --max-new-tokens 5")
     first, second = converse(target, ["a = é", "b = 2"], 5)
     (alone,) = converse(target, ["b = 2"], 5)
     assert alone != second, "the history matters"
@@ -339,25 +317,18 @@ def test_a_conversation_keeps_its_history(run_main, drafter, target, monkeypatch
     assert err.count("this line was not sent: /foo is no command (/reset begins") == 1
 
 
-def test_two_turns_with_the_bundled_target(run_main, monkeypatch):
+def test_two_turns_with_the_bundled_target(talk):
     """Piped lines, ended by the end of the input."""
     folder, lines = ROOT / "models/tiny-lm", ["Write a function that adds two numbers.", "Add a docstring."]
-    code, out, err = run_interactive(
-        run_main, monkeypatch, "ngram", "\n".join(lines).encode(), "--target", folder, "--max-new-tokens", 24
-    )
+    code, out, err = talk("\n".join(lines).encode(), f"ngram --target {folder} --max-new-tokens 24")
     assert (code, out) == (0, "\n".join(converse(load_target(str(folder)), lines, 24))), err
 
 
 @pytest.mark.parametrize("raw", [True, False])
-def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_lm, monkeypatch, tmp_path, raw):
-    folder = tiny_lm
-    if not raw:
-        folder = shutil.copytree(tiny_lm, tmp_path / "plain")
-        (folder / "chat_template.jinja").unlink()
+def test_without_a_template_lines_are_texts_of_their_own(talk, target, tiny_lm, plain_target, raw):
     given = b"a = 1\n" + b"y" * 5000 + b"\n/reset\nb = 2\n"
-    code, out, err = run_interactive(
-        run_main, monkeypatch, "none", given, "--target", folder, "--max-new-tokens", 5, *["--raw"] * raw
-    )
+    given_target = f"{tiny_lm} --raw" if raw else plain_target
+    code, out, err = talk(given, f"none --target {given_target} --max-new-tokens 5")
     prompts = [Prompt(line).encode(target) for line in ("a = 1", "/reset", "b = 2")]
     wanted = [decode_text(target.tokenizer, r.tokens) for r in SpeculativeDecoder(target).generate(prompts, 5)]
     assert (code, out, err.count("tokens in")) == (0, "\n".join(wanted), 3)
@@ -365,11 +336,11 @@ def test_without_a_template_lines_are_texts_of_their_own(run_main, target, tiny_
     assert err.count(f"Each line is continued by itself ({why})") == 1 and "; shorten it\n" in err
 
 
-def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
+def test_what_does_not_fit_is_not_sent(talk, drafter, target):
     """The conversation stays as it was, until /reset."""
     fits = "x" * 75  # twice, not three times, in a context of 256
     given = b"\n".join([b"y" * 5000, b"\xff\xfe", *[fits.encode()] * 3, b"x", b"/reset", fits.encode()])
-    code, out, err = run_interactive(run_main, monkeypatch, drafter, given, "--max-new-tokens", 5)
+    code, out, err = talk(given, f"{drafter} --max-new-tokens 5")
     answers = converse(target, [fits, fits, "x"], 5)
     assert (code, out) == (0, "\n".join([*answers, answers[0]]))
     assert err.count("this line was not sent: it has ") == 1 and "it is not UTF-8 text" in err
@@ -377,19 +348,17 @@ def test_what_does_not_fit_is_not_sent(run_main, drafter, target, monkeypatch):
     assert len(found) == 1 and int(found[0]) >= target.context
 
 
-def test_a_template_that_refuses_a_message_ends_nothing(run_main, drafter, target, tiny_lm, monkeypatch, tmp_path):
+def test_a_template_that_refuses_a_message_ends_nothing(talk, target, tiny_lm, tmp_path):
     folder = shutil.copytree(tiny_lm, tmp_path / "target")
     template = folder / "chat_template.jinja"
     refuse = "{% if messages[-1].content == 'no' %}{{ raise_exception('never say no') }}{% endif %}"
     template.write_text(refuse + template.read_text())
-    code, out, err = run_interactive(
-        run_main, monkeypatch, "none", b"a\nno\nb", "--target", folder, "--max-new-tokens", 5
-    )
+    code, out, err = talk(b"a\nno\nb", f"none --target {folder} --max-new-tokens 5")
     assert (code, out) == (0, "\n".join(converse(target, ["a", "b"], 5)))
     assert "refuses this chat: never say no" in err
 
 
-def test_ctrl_c_stops_an_answer(run_main, drafter, target, monkeypatch):
+def test_ctrl_c_stops_an_answer(talk, drafter, target, monkeypatch):
     """What was written until then is part of the conversation, and the decoder is as good as new."""
     (full,) = converse(target, ["a = 1"], 40)
     write, written = interactive.write_text, []
@@ -402,7 +371,7 @@ def test_ctrl_c_stops_an_answer(run_main, drafter, target, monkeypatch):
 
     monkeypatch.setattr(interactive, "write_text", press)
     before = signal.getsignal(signal.SIGINT)
-    code, out, err = run_interactive(run_main, monkeypatch, drafter, b"a = 1\nb = 2", "--max-new-tokens", 40)
+    code, out, err = talk(b"a = 1\nb = 2", f"{drafter} --max-new-tokens 40")
     assert code == 0 and "ended by Ctrl-C" in err and err.count("tokens in") == 2 and "interrupted" not in err
     count = int(re.search(r"(\d+) tokens in", err)[1])
     assert 4 <= count < 40
@@ -414,26 +383,21 @@ def test_ctrl_c_stops_an_answer(run_main, drafter, target, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_closed_stdin(run_main, drafter, monkeypatch):
-    one_line(run_interactive(run_main, monkeypatch, drafter, None), "--interactive reads stdin, which is closed")
+def test_closed_stdin(talk, drafter):
+    assert error_of(talk(None, drafter)).startswith("--interactive reads stdin, which is closed")
 
 
 class Terminal:
     """The command on a pseudo terminal; SIGINT comes from its control character."""
 
-    def __init__(self, *arguments):
+    def __init__(self, line):
         self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            command(*arguments),
-            cwd=ROOT,
-            stdin=slave,
-            stdout=slave,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "TERM": "xterm"},
-            start_new_session=True,
-            preexec_fn=lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
-        )
+        started = {
+            "env": {**os.environ, "TERM": "xterm"},
+            "start_new_session": True,
+            "preexec_fn": lambda: (signal.signal(signal.SIGINT, signal.SIG_DFL), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+        }
+        self.process = start(line, stdin=slave, stdout=slave, **started)
         os.close(slave)
         self.seen = b""
 
@@ -455,7 +419,7 @@ class Terminal:
 
 def test_a_conversation_on_a_terminal(drafter):
     """The second line is the first, brought back by the up key; then Ctrl-D."""
-    terminal = Terminal(drafter, "--interactive", "--threads", 1, "--max-new-tokens", 40, "--all-nodes")
+    terminal = Terminal(f"{drafter} --interactive --threads 1 --max-new-tokens 40 --all-nodes")
     terminal.wait(b"> ", 1)
     terminal.type(b"import os\n")
     terminal.wait(b"> ", 2)
@@ -472,9 +436,7 @@ def test_a_conversation_on_a_terminal(drafter):
 
 def test_control_c_on_a_terminal():
     """During an answer it ends that one; at the prompt it leaves."""
-    terminal = Terminal(
-        "none", "--target", "models/tiny-lm", "--interactive", "--raw", "--threads", 1, "--max-new-tokens", 900
-    )
+    terminal = Terminal("none --target models/tiny-lm --interactive --raw --threads 1 --max-new-tokens 900")
     terminal.wait(b"> ", 1)
     terminal.type(b"import os\n")
     terminal.wait(b"import os\r\n", 1)
@@ -495,30 +457,18 @@ def test_control_c_on_a_terminal():
 # ---- reports
 
 
-def test_two_drafters_two_reports(run_main, drafter, target, prompts, tmp_path):
+def reports_of(folder, names):
+    return [json.loads((folder / name / "report.json").read_text()) for name in names]
+
+
+def test_two_drafters_two_reports(run_decode, drafter, target, prompts, tmp_path):
     prompts.write_text(json.dumps({"prompt": "d[:x:]"}) + "\n" + json.dumps({"prompt": "é" * 125}))  # 250 tokens of 256
-    code, out, err = run_main(
-        decode.main,
-        drafter,
-        "none",
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        8,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-        "--check-lossless",
-        "--show",
-        1,
-        "--report",
-        tmp_path / "out",
-    )
+    options = f"--max-new-tokens 8 --batch-size 2 --check-lossless --show 1 --report {tmp_path}"
+    code, out, err = run_decode(f"{drafter} none --prompts {prompts} {options}")
     assert code == 0 and "\nd[:x:]\n" in err, "no markup, no emoji"
     (result,) = SpeculativeDecoder(target).generate([Prompt("d[:x:]").encode(target)], 8)
     assert out == decode_text(target.tokenizer, result.tokens)
-    heads, none = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("heads", "none"))
+    heads, none = reports_of(tmp_path, ("heads", "none"))
     assert (heads["drafter"], heads["tree_nodes"], heads["batch_size"]) == (str(drafter), 6, 2)
     assert (none["drafter"], none["mean_accepted_length"], none["acceptance_per_position"]) == ("none", 1.0, [])
     assert heads["lossless"]["identical"] and none["lossless"]["identical"]
@@ -526,39 +476,20 @@ def test_two_drafters_two_reports(run_main, drafter, target, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
-def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, tmp_path, mode):
+def test_drafters_without_training(run_decode, drafter, target, tiny_lm, prompts, tmp_path, mode):
     """n-grams, a draft model (the target itself, so that everything it proposes is right
     but random draws) and merges."""
     model = f"draft_model:{tiny_lm}@2,1,1"
     names = ["ngram", "ngram:1-3", model, f"{drafter}+ngram", f"{model}+ngram", f"{drafter}+{model}+ngram"]
-    more = ["--all-nodes"]  # whatever steps cost on this machine
     if mode != "greedy":  # one of each kind of draws
         names = [names[0], names[2], names[5]]
-    how = ["--mode", mode]
-    if mode == "mss":
-        how, more = ["--mode", "sample", "--verify", "mss"], []
-    code, _, err = run_main(
-        decode.main,
-        *names,
-        "--target",
-        tiny_lm,
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        12,
-        "--threads",
-        1,
-        "--check-lossless",
-        *how,
-        "--baseline",
-        "none",
-        "--report",
-        tmp_path / "out",
-        *more,
-    )
+    # All nodes, whatever steps cost on this machine.
+    how = "--mode sample --verify mss" if mode == "mss" else f"--mode {mode} --all-nodes"
+    options = f"--max-new-tokens 12 --check-lossless --baseline none --report {tmp_path}"
+    code, _, err = run_decode(f"{' '.join(names)} --target {tiny_lm} --prompts {prompts} {how} {options}")
     assert code == 0, err
-    reports = [json.loads((tmp_path / "out" / short_name(name) / "report.json").read_text()) for name in names]
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == reports[0], "the first one's"
+    reports = reports_of(tmp_path, map(short_name, names))
+    assert json.loads((tmp_path / "report.json").read_text()) == reports[0], "the first one's"
     for name, report in zip(names, reports, strict=True):
         assert report["drafter"] == name and report["lossless"]["passed"] and report["lossless"]["mode"] == mode
         sources, counted = report.get("sources", {}), report["spec_decode"]
@@ -574,7 +505,7 @@ def test_drafters_without_training(run_main, drafter, target, tiny_lm, prompts, 
         assert reports[-1]["sources"][model]["accepted_tokens"] > 0
 
 
-def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monkeypatch):
+def test_a_mismatch_fails_the_command(run_decode, drafter, prompts, tmp_path, monkeypatch):
     """All reports are written first."""
     generate = SpeculativeDecoder.generate
 
@@ -585,44 +516,22 @@ def test_a_mismatch_fails_the_command(run_main, drafter, prompts, tmp_path, monk
         return results
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", wrong)
-    code, _, _ = run_main(
-        decode.main,
-        drafter,
-        "none",
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        8,
-        "--threads",
-        1,
-        "--check-lossless",
-        "--report",
-        tmp_path / "out",
-    )
-    assert code == 1
-    heads, none = (json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("heads", "none"))
+    options = f"--max-new-tokens 8 --check-lossless --report {tmp_path}"
+    assert run_decode(f"{drafter} none --prompts {prompts} {options}")[0] == 1
+    heads, none = reports_of(tmp_path, ("heads", "none"))
     assert heads["lossless"]["mismatches"] >= 2 and none["lossless"]["identical"]
 
 
 # ---- bad input
 
 
-def one_line(result, *parts):
-    code, _, err = result
-    assert code == 2
-    err = re.sub(r"\Aprecision: .*\n", "", err)  # where the target was loaded
-    assert err.startswith("error: ") and err.count("\n") == 1
-    for part in parts:
-        assert part in err
-
-
-def test_bad_prompts(run_main, drafter, tmp_path):
+def test_bad_prompts(run_decode, drafter, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.symlink_to(path)
-    one_line(run_main(decode.main, drafter, "--prompts", path, "--threads", 1), f"{path}: ")
+    assert f"{path}: " in error_of(run_decode(f"{drafter} --prompts {path}"))
     path.unlink()
     path.write_text('{"prompt": "a"}\n{"prompt": null}\n')
-    one_line(run_main(decode.main, "nobody/nothing", "--prompts", path), f"{path}:2: it has nothing; needed is")
+    assert f"{path}:2: it has nothing; needed is" in error_of(run_decode(f"nobody/nothing --prompts {path}"))
 
 
 @pytest.fixture(scope="module")
@@ -638,74 +547,55 @@ def other_weights(tiny_lm, tmp_path_factory):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
-        (["ngram"], "'ngram' has no target of its own: pass --target"),
-        (["ngram:5"], "'ngram:5': for matches of 2 to 10 tokens write ngram:2-10"),
-        (["ngram:9-2", "--target", "models/tiny-lm"], "min_match 9, max_match 2: must be 1 ≤ min_match ≤ max_match"),
-        (["ngram+"], "'ngram+': a drafter is missing beside '+'; for example runs/demo+ngram"),
-        (["ngram+none"], "'ngram+none': 'none' proposes nothing; leave it out"),
-        (["ngram+ngram"], "'ngram+ngram': the same drafter twice; leave one out"),
-        (["draft_model:"], "'draft_model:': write draft_model:PATH, or draft_model:PATH@2,2,1"),
-        (["draft_model:models/tiny-lm@2,x"], "write draft_model:PATH, or draft_model:PATH@2,2,1"),
-        (["draft_model:/no/model", "--target", "models/tiny-lm"], "'/no/model': there is no such folder"),
-        (["none"], "'none' names no target: pass --target"),
-        (["MODEL"], "this is a model, not a drafter; to decode with it alone: none --target"),
-        (["none", "--target", "DRAFTER"], "this is a drafter, not a target; its target is"),
-        (["DRAFTER", "DRAFTER"], "two of the drafters have the same name"),
-        (["DRAFTER", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
-        (["DRAFTER", "--batch-size", "-1"], "--batch-size -1: must be at least 1"),
-        (["DRAFTER", "--threads", "0"], "--threads 0: must be at least 1"),
-        (["DRAFTER", "--tree", "/nowhere/tree.json"], "/nowhere/tree.json: there is no such tree"),
-        (["DRAFTER", "--report", "FILE"], "cannot write here (File exists); choose another folder"),
-        (["DRAFTER", "--report", "FILE/x"], "cannot write here (Not a directory); choose another folder"),
-        (["DRAFTER", "--report", "LOOP"], "cannot write here ("),
-        (["DRAFTER", "--report", "/proc/x"], "--report /proc/x: cannot write here ("),
-        (["DRAFTER", "--batch-size", "1000000000000"], "--batch-size 1000000000000: must be at most 2147483647"),
-        (["DRAFTER", "--repeat", "1000000000000"], "--repeat 1000000000000: must be at most 2147483647"),
-        (["DRAFTER", "--threads", "1000000"], "--threads 1000000: must be at most"),
-        (["DRAFTER", "--seconds", "0"], "--seconds 0: must be above 0"),
-        (["DRAFTER", "--seconds", "nan"], "--seconds nan: must be above 0"),
-        (["DRAFTER", "--show", "-1"], "--show -1: must be at least 0"),
-        (["DRAFTER", "--live", "--report", "x"], "--live prints the texts of --prompts and measures nothing"),
-        (["DRAFTER", "ngram", "--live"], "--prompt, --interactive and --live take one DRAFTER"),
-        (["DRAFTER", "--raw"], "--raw is for --prompt and --interactive"),
-        (["DRAFTER", "--device", "cudda"], "device 'cudda'"),
-        (["none", "--target", "nobody/nothing", "--device", "meta"], "device 'meta'"),
-        (
-            ["DRAFTER", "--target", "nobody/nothing", "--tree", "DEEP"],
-            "the tree is 4 deep, but there are 3 draft heads",
-        ),
-        (["DRAFTER", "--target", "nobody/nothing", "--tree", "FILE"], "file: "),
-        (["DRAFTER", "--mode", "sample", "--seed", "-1"], "seed -1: "),
-        (["DRAFTER", "--mode", "sample", "--temperature", "nan"], "temperature nan: "),
-        (["DRAFTER", "--mode", "sample", "--temperature", "-1"], "temperature -1.0: "),
-        (["DRAFTER", "--target", "OTHER"], "same shape, other weights (fingerprint"),
+        ("/nowhere/at/all", "'/nowhere/at/all': there is no such folder"),
+        ("ngram", "'ngram' has no target of its own: pass --target"),
+        ("ngram:5", "'ngram:5': for matches of 2 to 10 tokens write ngram:2-10"),
+        ("ngram:9-2 --target models/tiny-lm", "min_match 9, max_match 2: must be 1 ≤ min_match ≤ max_match"),
+        ("ngram+", "'ngram+': a drafter is missing beside '+'; for example runs/demo+ngram"),
+        ("ngram+none", "'ngram+none': 'none' proposes nothing; leave it out"),
+        ("ngram+ngram", "'ngram+ngram': the same drafter twice; leave one out"),
+        ("draft_model:", "'draft_model:': write draft_model:PATH, or draft_model:PATH@2,2,1"),
+        ("draft_model:models/tiny-lm@2,x", "write draft_model:PATH, or draft_model:PATH@2,2,1"),
+        ("draft_model:/no/model --target models/tiny-lm", "'/no/model': there is no such folder"),
+        ("none", "'none' names no target: pass --target"),
+        ("MODEL", "this is a model, not a drafter; to decode with it alone: none --target"),
+        ("none --target DRAFTER", "this is a drafter, not a target; its target is"),
+        ("DRAFTER DRAFTER", "two of the drafters have the same name"),
+        ("DRAFTER --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("DRAFTER --batch-size -1", "--batch-size -1: must be at least 1"),
+        ("DRAFTER --threads 0", "--threads 0: must be at least 1"),
+        ("DRAFTER --tree /nowhere/tree.json", "/nowhere/tree.json: there is no such tree"),
+        ("DRAFTER --report FILE", "cannot write here (File exists); choose another folder"),
+        ("DRAFTER --report FILE/x", "cannot write here (Not a directory); choose another folder"),
+        ("DRAFTER --report LOOP", "cannot write here ("),
+        ("DRAFTER --report /proc/x", "--report /proc/x: cannot write here ("),
+        ("DRAFTER --batch-size 1000000000000", "--batch-size 1000000000000: must be at most 2147483647"),
+        ("DRAFTER --repeat 1000000000000", "--repeat 1000000000000: must be at most 2147483647"),
+        ("DRAFTER --threads 1000000", "--threads 1000000: must be at most"),
+        ("DRAFTER --seconds 0", "--seconds 0: must be above 0"),
+        ("DRAFTER --seconds nan", "--seconds nan: must be above 0"),
+        ("DRAFTER --show -1", "--show -1: must be at least 0"),
+        ("DRAFTER --live --report x", "--live prints the texts of --prompts and measures nothing"),
+        ("DRAFTER ngram --live", "--prompt, --interactive and --live take one DRAFTER"),
+        ("DRAFTER --raw", "--raw is for --prompt and --interactive"),
+        ("DRAFTER --device cudda", "device 'cudda'"),
+        ("none --target nobody/nothing --device meta", "device 'meta'"),
+        ("DRAFTER --target nobody/nothing --tree DEEP", "the tree is 4 deep, but there are 3 draft heads"),
+        ("DRAFTER --target nobody/nothing --tree FILE", "file: "),
+        ("DRAFTER --mode sample --seed -1", "seed -1: "),
+        ("DRAFTER --mode sample --temperature nan", "temperature nan: "),
+        ("DRAFTER --mode sample --temperature -1", "temperature -1.0: "),
+        ("DRAFTER --target OTHER", "same shape, other weights (fingerprint"),
     ],
 )
-def test_bad_arguments(run_main, drafter, prompts, tiny_lm, other_weights, tmp_path, arguments, message):
+def test_bad_arguments(run_decode, drafter, prompts, tiny_lm, other_weights, tmp_path, arguments, message):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     write_json(tmp_path / "deep.json", {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]})
-    places = {"DRAFTER": drafter, "MODEL": tiny_lm, "OTHER": other_weights}
+    places = {"DRAFTER": drafter, "MODEL": tiny_lm, "OTHER": other_weights, "FILE": tmp_path / "file"}
     places |= {"LOOP": tmp_path / "loop", "DEEP": tmp_path / "deep.json"}
-    arguments = [str(places.get(a, a)).replace("FILE", str(tmp_path / "file")) for a in arguments]
-    one_line(run_main(decode.main, "--threads", 1, *arguments, "--prompts", prompts), message)
-
-
-def edit(**fields):
-    def damage(folder):
-        config = json.loads((folder / "config.json").read_text())
-        write_json(folder / "config.json", config | fields)
-
-    return damage
-
-
-def truncate(name, size):
-    def damage(folder):
-        with (folder / name).open("r+b") as file:
-            file.truncate(size)
-
-    return damage
+    arguments = re.sub("|".join(places), lambda found: str(places[found[0]]), arguments)
+    assert message in error_of(run_decode(f"{arguments} --prompts {prompts}"))
 
 
 @pytest.mark.parametrize(
@@ -716,26 +606,27 @@ def truncate(name, size):
         (truncate("model.safetensors", 0), ["model.safetensors: not a safetensors file, or truncated"]),
         (truncate("config.json", 20), ["config.json: not valid JSON"]),
         (truncate("tree.json", 9), ["tree.json: neither JSON"]),
-        (lambda folder: (folder / "model.safetensors").unlink(), ["no model.safetensors here"]),
-        (lambda folder: (folder / "tree.json").unlink(), ["has no tree.json yet; run: python inference/calibrate.py"]),
-        (edit(hidden_size=31), ["model.safetensors: its tensors are", "config.json promises"]),
-        (edit(vocab_size=301), ["vocab_size 301 ≠ 300"]),
-        (edit(num_draft_heads=4), ["its tensors are", "config.json promises"]),
-        (edit(drafter_type="hydra"), ["drafter_type 'hydra' is not known", "; known: dynaspec, eagle, medusa"]),
+        (without("model.safetensors"), ["no model.safetensors here"]),
+        (without("tree.json"), ["has no tree.json yet; run: python inference/calibrate.py"]),
+        (config(hidden_size=31), ["model.safetensors: its tensors are", "config.json promises"]),
+        (config(vocab_size=301), ["vocab_size 301 ≠ 300"]),
+        (config(num_draft_heads=4), ["its tensors are", "config.json promises"]),
+        (config(drafter_type="hydra"), ["drafter_type 'hydra' is not known", "; known: dynaspec, eagle, medusa"]),
     ],
 )
-def test_damaged_drafters(run_main, drafter, prompts, tmp_path, damage, parts):
+def test_damaged_drafters(run_decode, drafter, prompts, tmp_path, damage, parts):
     folder = shutil.copytree(drafter, tmp_path / "drafter")
     damage(folder)
-    one_line(run_main(decode.main, folder, "--prompts", prompts, "--threads", 1), str(folder), *parts)
+    said = error_of(run_decode(f"{folder} --prompts {prompts}"))
+    assert all(part in said for part in (str(folder), *parts)), said
 
 
-def test_damaged_targets(run_main, drafter, prompts, tiny_lm, tmp_path):
+def test_damaged_targets(run_decode, drafter, prompts, tiny_lm, tmp_path):
     for name, size, message in [("model.safetensors", 50_000, "truncated (50,000 of"), ("config.json", 9, "not valid")]:
         folder = shutil.copytree(tiny_lm, tmp_path / name)
         truncate(name, size)(folder)
-        result = run_main(decode.main, drafter, "--target", folder, "--prompts", prompts, "--threads", 1)
-        one_line(result, str(folder / name), message)
+        said = error_of(run_decode(f"{drafter} --target {folder} --prompts {prompts}"))
+        assert str(folder / name) in said and message in said
 
 
 def test_damaged_answers(run_main, drafter, tmp_path):
@@ -744,35 +635,33 @@ def test_damaged_answers(run_main, drafter, tmp_path):
     stored = folder / "held_out/model.safetensors"
     save_file({"tokens": torch.zeros(9, 9), "supervised": torch.zeros(9, 9)}, stored)
     truncate(stored.relative_to(folder), 400)(folder)
-    one_line(run_main(calibrate.main, folder), f"{stored}: truncated (400 of")
+    assert f"{stored}: truncated (400 of" in error_of(run_main(calibrate.main, folder))
 
 
 # ---- the real command: libraries have nothing to add
 
 
-def command(*arguments):
-    return [sys.executable, "inference/decode.py", *map(str, arguments)]
+def start(line, **options):
+    command = [sys.executable, "inference/decode.py", *line.split()]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
 
 def test_a_prompt_longer_than_the_context(drafter, prompts):
+    """Known before anything is decoded."""
     with prompts.open("a") as file:
         file.write(json.dumps({"prompt": "x = 1\n" * 300}) + "\n")
-    done = subprocess.run(command(drafter, "--prompts", prompts), cwd=ROOT, capture_output=True, text=True)
-    one_line(
-        (done.returncode, done.stdout, done.stderr), f"{prompts}:3: this prompt has ", "the target's context of 256"
-    )
-    assert done.stdout == "", "known before anything is decoded"
+    process = start(f"{drafter} --prompts {prompts}", stdout=subprocess.PIPE)
+    out, err = process.communicate()
+    said = error_of((process.returncode, out, err))
+    assert said.startswith(f"{prompts}:3: this prompt has ") and "the target's context of 256" in said
 
 
 def test_interrupted(drafter, prompts, tmp_path):
     report = tmp_path / "report.json"
     report.write_text('{"drafter": "from before"}')
-    process = subprocess.Popen(
-        command(drafter, "--prompts", prompts, "--threads", 1, "--repeat", 100_000, "--report", tmp_path),
-        cwd=ROOT,
+    process = start(
+        f"{drafter} --prompts {prompts} --threads 1 --repeat 100000 --report {tmp_path}",
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background has it ignored
     )
     while "decoding" not in process.stderr.readline():
@@ -788,29 +677,11 @@ def test_interrupted(drafter, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("verify", ["coupled", "mss"])
-def test_sampling_by_command(drafter, prompts, tmp_path, run_main, verify):
-    options = [
-        "--mode",
-        "sample",
-        "--temperature",
-        "0.8",
-        "--top-p",
-        "0.9",
-        "--seed",
-        "3",
-        "--max-new-tokens",
-        "12",
-        "--threads",
-        "1",
-    ]
-    options += ["--verify", verify] if verify == "mss" else []  # coupled by default
-    again = tmp_path / "again"  # which is not checked
-    code, _, err = run_main(decode.main, drafter, "--prompts", prompts, *options, "--report", again)
-    assert code == 0, err
-    measured = ["--check-lossless", "--baseline", "all", "--report", tmp_path]
-    code, out, err = run_main(decode.main, drafter, "--prompts", prompts, *options, *measured)
-    assert code == 0 and out == "", err
-    report, other = (json.loads((folder / "report.json").read_text()) for folder in (tmp_path, again))
+def test_sampling_by_command(drafter, prompts, report_of, run_decode, verify):
+    line = f"{drafter} --prompts {prompts} --mode sample --temperature 0.8 --top-p 0.9 --seed 3 --max-new-tokens 12"
+    line += " --verify mss" if verify == "mss" else ""  # coupled by default
+    other, _ = report_of(line)  # which is not checked
+    report, err = report_of(f"{line} --check-lossless --baseline all")
     assert (report["mode"], report["verify"]) == ("sample", verify) and "lossy" not in report
     assert report["sampling"]["temperature"] == 0.8 and report["sampling"]["seed"] == 3
     lossless = report["lossless"]
@@ -826,7 +697,7 @@ def test_sampling_by_command(drafter, prompts, tmp_path, run_main, verify):
     assert report[same] == other[same], "the same seed, the same text"
 
 
-def test_another_seed_is_a_mismatch(run_main, drafter, prompts, tmp_path, monkeypatch):
+def test_another_seed_is_a_mismatch(run_decode, drafter, prompts, tmp_path, monkeypatch):
     """The check of coupled sampling takes each prompt's own seed, and no other."""
     seeds = timing.with_own_seeds
     decoded = SpeculativeDecoder.generate
@@ -837,81 +708,39 @@ def test_another_seed_is_a_mismatch(run_main, drafter, prompts, tmp_path, monkey
         return decoded(self, group, *arguments, **options)
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", wrong)
-    code, _, err = run_main(
-        decode.main,
-        drafter,
-        "--prompts",
-        prompts,
-        "--mode",
-        "sample",
-        "--max-new-tokens",
-        8,
-        "--threads",
-        1,
-        "--check-lossless",
-        "--report",
-        tmp_path,
-    )
+    options = f"--mode sample --max-new-tokens 8 --check-lossless --report {tmp_path}"
+    code, _, err = run_decode(f"{drafter} --prompts {prompts} {options}")
     assert code == 1 and "mismatches with plain decoding" in err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"]["mode"] == "sample" and report["lossless"]["mismatches"] > 4
 
 
-def test_typical_says_that_it_is_lossy(drafter, prompts, tmp_path, run_main):
-    code, _, err = run_main(
-        decode.main,
-        drafter,
-        "--prompts",
-        prompts,
-        "--mode",
-        "typical",
-        "--max-new-tokens",
-        12,
-        "--threads",
-        1,
-        "--report",
-        tmp_path,
-    )
-    assert code == 0, err
+def test_typical_says_that_it_is_lossy(drafter, prompts, report_of):
+    report, err = report_of(f"{drafter} --prompts {prompts} --mode typical --max-new-tokens 12")
     assert "lossy" in err
-    report = json.loads((tmp_path / "report.json").read_text())
     assert report["mode"] == "typical" and report["lossy"] is True and report["lossless"] is None
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--temperature", "0.5", "--mode", "greedy"], "--temperature needs --mode sample"),
-        (["--epsilon", "0.1"], "--epsilon is the threshold of --mode typical"),
-        (["--mode", "sample", "--top-p", "1.5"], "top_p 1.5: must be above 0 and at most 1"),
-        (["--mode", "typical", "--check-lossless"], "--mode typical is lossy by design"),
-        (["--mode", "greedy", "--verify", "coupled"], "--verify coupled needs --mode sample"),
-        (["--mode", "typical", "--verify", "mss"], "--verify mss needs --mode sample"),
-        (["--interactive", "--check-lossless"], "--interactive measures nothing"),
+        ("--temperature 0.5 --mode greedy", "--temperature needs --mode sample"),
+        ("--epsilon 0.1", "--epsilon is the threshold of --mode typical"),
+        ("--mode sample --top-p 1.5", "top_p 1.5: must be above 0 and at most 1"),
+        ("--mode typical --check-lossless", "--mode typical is lossy by design"),
+        ("--mode greedy --verify coupled", "--verify coupled needs --mode sample"),
+        ("--mode typical --verify mss", "--verify mss needs --mode sample"),
+        ("--interactive --check-lossless", "--interactive measures nothing"),
     ],
 )
-def test_conflicting_modes(drafter, run_main, options, message):
-    what = [] if "--interactive" in options else ["--prompt", "x"]
-    one_line(run_main(decode.main, drafter, *what, *options), message)
+def test_conflicting_modes(drafter, run_decode, options, message):
+    what = "" if "--interactive" in options else "--prompt x"
+    assert message in error_of(run_decode(f"{drafter} {what} {options}"))
 
 
-def test_one_prompt_is_measured_when_asked(drafter, tmp_path, run_main):
-    code, _, err = run_main(
-        decode.main,
-        drafter,
-        "--prompt",
-        "import os",
-        "--max-new-tokens",
-        8,
-        "--threads",
-        1,
-        "--check-lossless",
-        "--report",
-        tmp_path,
-    )
-    assert code == 0, err
-    assert "identical to plain greedy decoding" in err
-    assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
+def test_one_prompt_is_measured_when_asked(drafter, report_of):
+    report, err = report_of(f"{drafter} --prompt 'import os' --max-new-tokens 8 --check-lossless")
+    assert "identical to plain greedy decoding" in err and report["prompts"] == 1
 
 
 # ---- from Python
@@ -930,15 +759,8 @@ def test_the_package_itself(tiny_lm, target, drafter):
     assert all(report["lossless"]["passed"] and report["new_tokens"] == 18 for report in reports)
     plain = draftsmith.SpeculativeDecoder(loaded).generate(prompts, 9)
     assert [r.tokens for r in results[0]] == [r.tokens for r in results[1]] == [r.tokens for r in plain]
-    sampled, _ = draftsmith.evaluate(
-        loaded,
-        drafters,
-        prompts,
-        mode="sample",
-        sampling=draftsmith.Sampling(top_k=5),
-        baseline="none",
-        max_new_tokens=3,
-    )
+    how = {"mode": "sample", "sampling": draftsmith.Sampling(top_k=5), "baseline": "none", "max_new_tokens": 3}
+    sampled, _ = draftsmith.evaluate(loaded, drafters, prompts, **how)
     assert sampled[0]["sampling"]["top_k"] == 5 and sampled[0]["baselines"] == {} and sampled[0]["verify"] == "coupled"
     with pytest.raises(ValueError, match="baseline 'theirs': must be one of none, engine, transformers, all"):
         draftsmith.evaluate(loaded, drafters, prompts, baseline="theirs")
@@ -989,15 +811,8 @@ def test_the_transformers_baseline_ignores_the_stored_generation_config(tiny_lm)
     prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):")]
     wanted = [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 30)]
     stored = target.model.generation_config
-    for name, value in {
-        "repetition_penalty": 1.7,
-        "no_repeat_ngram_size": 2,
-        "do_sample": True,
-        "temperature": 5.0,
-        "min_p": 0.1,
-        "suppress_tokens": [wanted[0][0]],
-    }.items():
-        setattr(stored, name, value)
+    stored.update(repetition_penalty=1.7, no_repeat_ngram_size=2, do_sample=True, temperature=5.0, min_p=0.1)
+    stored.suppress_tokens = [wanted[0][0]]
     assert timing.transformers_method(target, 30)(prompts) == wanted
     assert target.model.generation_config is stored and target.stop_ids
 
