@@ -170,6 +170,15 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def four_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of four prompts."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = ("import os", "def read(path):", "The software is provided", "copyright notice")
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="session")
 def run_decode(run_main: Any) -> Callable[[str], tuple[int, str, str]]:
     """``run_decode(line)`` → exit code, stdout and stderr of decode.py with the arguments of a shell's ``line``."""
     from draftsmith.inference import decode

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import error_of
 from filelock import FileLock
 from safetensors.torch import save_file
+from tiny_models import noisy_heads
 
 from draftsmith.common import progress
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate, decode
+from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
 from draftsmith.inference.drafters import load, medusa
 from draftsmith.inference.drafters.load import load_drafter
@@ -35,22 +37,13 @@ from draftsmith.models.target import load_target
 HEADS = 3
 
 
-def random_heads(target, projection, std=0.3):
-    heads = MedusaHeads.for_target(target, HEADS, 2, projection)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.add_(torch.randn_like(parameter) * std)
-    return heads.requires_grad_(False)
-
-
 # ---- ranks
 
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
 def test_head_ranks(make_target, projection):
     target = make_target("llama")
-    torch.manual_seed(1)
-    heads = random_heads(target, projection, 0.05)
+    heads = noisy_heads(target, 0.05, projection, layers=2)
     tokens = torch.randint(target.vocab_size, (5, 17), dtype=torch.int32)
     spans = [(3, 17), (1, 9), (5, 6), (4, 8), (0, 17)]  # the answer of each row, behind it padding
     supervised = torch.zeros(5, 17, dtype=torch.bool)
@@ -75,7 +68,7 @@ def test_head_ranks(make_target, projection):
 def test_texts_shorter_than_the_heads_look(make_target):
     target = make_target("llama")
     tokens = torch.ones(2, 3, dtype=torch.int32)
-    ranks = head_ranks(target, random_heads(target, "shared"), tokens, torch.tensor([[False, True, True]] * 2))
+    ranks = head_ranks(target, noisy_heads(target, 0.3, "shared"), tokens, torch.tensor([[False, True, True]] * 2))
     assert (ranks[..., 1:] == -1).all() and (ranks[:, 0, 0] >= 0).all()
     with pytest.raises(ValueError, match="no calibration position"):
         best_tree(ranks, 4)
@@ -138,13 +131,10 @@ def trained(make_target):
         hidden = target.hidden(data["tokens"].long())
     for _ in range(40):
         logits = heads.logits(hidden[:4].flatten(0, 1), target.lm_head)
-        loss = sum(
-            torch.nn.functional.cross_entropy(
-                logits[k - 1].view(4, -1, target.vocab_size)[:, : -k - 1].flatten(0, 1),
-                data["tokens"][:4, k + 1 :].long().flatten(),
-            )
-            for k in range(1, HEADS + 1)
-        )
+        loss = torch.zeros(())
+        for k in range(1, HEADS + 1):
+            own = logits[k - 1].view(4, -1, target.vocab_size)[:, : -k - 1].flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(own, data["tokens"][:4, k + 1 :].long().flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -281,18 +271,11 @@ def test_batches_fit_into_the_remaining_time(each, until, sizes):
 # ---- the command
 
 
-def test_nodes(run_main):
-    for nodes in (1, 0, -3):
-        code, _, err = run_main(calibrate.main, "runs/x", "--nodes", nodes)
-        assert (code, err) == (2, f"error: --nodes {nodes}: a tree has at least 2 nodes, the root and one draft\n")
-
-
 @pytest.fixture
 def heads_folder(tiny_lm, tmp_path):
     """A drafter folder without a tree, and prompts to calibrate on."""
     target = load_target(str(tiny_lm))
-    torch.manual_seed(2)
-    heads = random_heads(target, "shared", 0.05)
+    heads = noisy_heads(target, 0.05, "shared", seed=2, layers=2)
     folder = tmp_path / "heads"
     write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     prompts = tmp_path / "prompts.jsonl"
@@ -300,16 +283,24 @@ def heads_folder(tiny_lm, tmp_path):
     return folder, prompts
 
 
-def test_calibrate_on_prompts(run_main, heads_folder):
+@pytest.fixture
+def calibrated(run_main, heads_folder):
+    """``calibrated(line)`` → tree.json, stdout and stderr of calibrate.py, which has to succeed."""
+
+    def run(line):
+        code, out, err = run_main(calibrate.main, heads_folder[0], "--device", "cpu", *line.split())
+        assert code == 0, err
+        return json.loads((heads_folder[0] / "tree.json").read_text()), out, err
+
+    return run
+
+
+def test_calibrate_on_prompts(run_main, heads_folder, calibrated):
     """Chats are rendered; the tree has as many nodes as asked for, and no other is timed."""
     folder, prompts = heads_folder
     result = run_main(calibrate.main, folder)
     assert result == (2, "", f"error: {folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n")
-    code, out, err = run_main(
-        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 100, "--nodes", 5, "--device", "cpu"
-    )
-    assert code == 0, err
-    tree = json.loads((folder / "tree.json").read_text())
+    tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100 --nodes 5")
     assert len(tree["paths"]) == 4 and "5 nodes" in out
     known = tree["calibration"]
     assert known["positions"] > 10
@@ -317,17 +308,14 @@ def test_calibrate_on_prompts(run_main, heads_folder):
     assert [size["nodes"] for size in known["sizes"]] == [5]
 
 
-def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
+def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder, monkeypatch):
     """With --at-load no step is timed; the drafter, alone or in a merge, proposes what pays where it is loaded."""
     folder, prompts = heads_folder
     result = run_main(calibrate.main, folder, "--prompts", prompts, "--at-load", "--nodes", 4)
     assert result == (2, "", "error: --at-load leaves the number of nodes to each machine; leave out --nodes\n")
     monkeypatch.setattr(calibrate, "choose", None)
-    code, out, err = run_main(
-        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 100, "--at-load", "--device", "cpu"
-    )
-    assert code == 0 and "to choose from at load; expected τ by nodes: 2: 1." in out, err
-    tree = json.loads((folder / "tree.json").read_text())
+    tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100 --at-load")
+    assert "to choose from at load; expected τ by nodes: 2: 1." in out
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
     assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
 
@@ -344,25 +332,9 @@ def test_a_tree_for_every_machine(run_main, heads_folder, monkeypatch):
     assert drafted({1: 1.0, 2: 0.98 + best, 64: 60.0}) == 1
     assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == 0, "plain decoding"
     assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}, "mss") == len(rates), "a seed's text depends on its trees"
-    for mode in ("greedy", "typical", "sample", "mss"):
-        options = [] if mode == "greedy" else ["--temperature", "0.7"]
-        options += ["--mode", "sample", "--verify", "mss"] if mode == "mss" else ["--mode", mode]
-        report = folder.parent / mode
-        code, _, err = run_main(
-            decode.main,
-            folder,
-            "--prompt",
-            "import os",
-            *options,
-            "--max-new-tokens",
-            4,
-            "--device",
-            "cpu",
-            "--report",
-            report,
-        )
-        assert code == 0, err
-        assert json.loads((report / "report.json").read_text())["tree_nodes"] == len(rates) + 1
+    for mode in ("greedy", *(f"{how} --temperature 0.7" for how in ("typical", "sample", "sample --verify mss"))):
+        report, _ = report_of(f"{folder} --prompt 'import os' --mode {mode} --max-new-tokens 4 --device cpu")
+        assert report["tree_nodes"] == len(rates) + 1
     del tree["at_load"]
     write_json(folder / "tree.json", tree)
     assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == len(rates), (
@@ -400,17 +372,12 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
     assert step_costs(loaded).points == step_costs(loaded).points, "kept"
 
 
-def test_the_tree_is_the_fastest_one(run_main, heads_folder, monkeypatch):
+def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
     """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here no more than 2, which
     was disturbed, 8 nodes far more."""
-    folder, prompts = heads_folder
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
     monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([0.5, 1.1, 1.0, 50.0], 1, None))
-    code, out, err = run_main(
-        calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 10**9, "--device", "cpu"
-    )
-    assert code == 0, err
-    tree = json.loads((folder / "tree.json").read_text())
+    tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens {10**9}")
     two, four, eight = tree["calibration"]["sizes"]
     assert two["tau"] < four["tau"] < eight["tau"], "else this tests nothing"
     assert len(tree["paths"]) == 3 and "tree.json: 4 nodes" in out
@@ -424,15 +391,17 @@ def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
     folder, _ = heads_folder
     empty = tmp_path / "empty.jsonl"
     empty.touch()
+    few = "a tree has at least 2 nodes, the root and one draft"
     for options, message in (
-        (["--prompts", empty], f"{empty}: holds no prompt"),
-        (["--max-new-tokens", 0], "--max-new-tokens 0: must be at least 1"),
-        (["--device", "cudda"], "device 'cudda'"),
-        (["--nodes", 4097], "--nodes 4097: must be at most 4096"),
-        ([], f"{folder}: holds no held-out rows"),
+        (f"--prompts {empty}", f"{empty}: holds no prompt"),
+        ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("--device cudda", "device 'cudda'"),
+        ("--nodes 4097", "--nodes 4097: must be at most 4096"),
+        *((f"--nodes {nodes}", f"--nodes {nodes}: {few}") for nodes in (1, 0, -3)),
+        ("", f"{folder}: holds no held-out rows"),
     ):
-        code, _, err = run_main(calibrate.main, folder, "--target", "nobody/nothing", *options)
-        assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+        error = error_of(run_main(calibrate.main, folder, "--target", "nobody/nothing", *options.split()))
+        assert error.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +421,7 @@ def test_prompts_that_are_timed(spans, expected):
     assert prompts == [tokens[row, :length].tolist() for row, length in expected]
 
 
-def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
+def test_calibrate_on_held_out_rows(run_main, calibrated, heads_folder, monkeypatch):
     """One of chats without an answer; documents; nothing at all. Rows as long as the context leave room to time."""
     folder, _ = heads_folder
     stored = folder / "held_out" / "model.safetensors"
@@ -462,8 +431,7 @@ def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
     for begins in ([256, 250, 200], [0, 0, 256]):
         supervised = torch.arange(256) >= torch.tensor(begins)[:, None]
         save_file({"tokens": tokens, "supervised": supervised}, stored)
-        code, _, err = run_main(calibrate.main, folder, "--device", "cpu")
-        assert code == 0, err
+        calibrated("")
         (folder / "tree.json").unlink()
     save_file({"tokens": tokens, "supervised": torch.zeros(3, 256, dtype=torch.bool)}, stored)
     result = run_main(calibrate.main, folder, "--target", "nobody/nothing")
@@ -474,7 +442,7 @@ def test_calibrate_on_held_out_rows(run_main, heads_folder, monkeypatch):
     assert err.startswith(f"error: {stored}: not the held-out rows of a run; pass --prompts")
 
 
-def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
+def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeypatch):
     """Of a text that would take a minute as many rows are ranked as the time is for; the timing, which would not end
     by itself, has the rest."""
     folder, _ = heads_folder
@@ -493,9 +461,8 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
     monkeypatch.setattr(racing, "MAX_ROUNDS", 10**9)
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
-    code, out, err = run_main(calibrate.main, folder, "--device", "cpu", "--seconds", 3)
-    assert code == 0, err
-    known = json.loads((folder / "tree.json").read_text())["calibration"]
+    tree, out, err = calibrated("--seconds 3")
+    known = tree["calibration"]
     assert 13 <= known["positions"] <= 13 * 24
     assert 3 <= sum(known["seconds"].values()) < 20
     assert "calibrating: at most 3 s from here on" in err and "calibrating (s) 2/3" in err and "s left" in err
@@ -504,14 +471,12 @@ def test_it_ends_in_time_and_says_so(run_main, heads_folder, monkeypatch):
     assert result == (2, "", "error: --seconds 0: must be above 0\n")
 
 
-def test_heads_too_weak_for_a_tree(run_main, heads_folder, monkeypatch):
-    folder, prompts = heads_folder
+def test_heads_too_weak_for_a_tree(calibrated, heads_folder, monkeypatch):
     monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([1.0, 4.0, math.inf], 1, None))
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
-    code, out, err = run_main(calibrate.main, folder, "--prompts", prompts, "--max-new-tokens", 30, "--device", "cpu")
-    assert code == 0, err
+    tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
     assert "plain decoding is faster here" in out and "2 nodes" in out
-    assert [size["nodes"] for size in json.loads((folder / "tree.json").read_text())["calibration"]["sizes"]] == [2]
+    assert [size["nodes"] for size in tree["calibration"]["sizes"]] == [2]
 
 
 def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):

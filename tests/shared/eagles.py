@@ -5,34 +5,27 @@ import functools
 import lossless_suite
 import torch
 from lossless_suite import NONE, STARTS
+from tiny_models import SPARSE, some_ids
 
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target
 
-# Unequal depths, and a leaf before a node with a child in the first level.
-SPARSE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0), (2, 0, 0)))
 TREES = {"chain": (1, 1, 1), "sparse": SPARSE, "dynamic": DynamicShape(3, 3, 9)}
+IMPORTED = ("norm_before_residual", "attention_bias", "own_embeddings")
 KINDS = {
     "eagle1": {"version": 1, "projection": "shared"},
     "eagle3": {"version": 3, "projection": "own"},
     "shared": {"version": 3, "projection": "shared", "norm_before_fc": True},
     "normed": {"version": 3, "projection": "own", "norm_output": True, "fc_norm": True},
-    "imported": {
-        "version": 3,
-        "projection": "own",
-        "norm_before_residual": True,
-        "attention_bias": True,
-        "own_embeddings": True,
-    },
+    "imported": {"version": 3, "projection": "own"} | dict.fromkeys(IMPORTED, True),
 }
 
 
 def untrained(target: Target, kind: str = "eagle3", draft_vocab: bool = False, spread: float = 0.2) -> Eagle:
     """Random weights, of norms too; the draft vocabulary has four fifths of the ids."""
-    ids = torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2], device=target.device)
+    ids = some_ids(target)
     eagle = Eagle.for_target(target, draft_vocab_size=len(ids) if draft_vocab else None, **KINDS[kind])
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -57,9 +50,8 @@ def _fitted(kind: str, draft_vocab: bool, make_target) -> dict[str, torch.Tensor
     rows = rows.to(target.device)
     with torch.no_grad():
         features = target.features(rows, eagle.config.captured_layers)
-        known = {
-            token: place for place, token in enumerate((eagle.tokens(torch.arange(eagle.config.outputs))).tolist())
-        }
+        ids = eagle.tokens(torch.arange(eagle.config.outputs)).tolist()
+        known = {token: place for place, token in enumerate(ids)}
     labels = torch.tensor([[known.get(token, -1) for token in row] for row in rows.tolist()], device=rows.device)
     head = eagle.draft_head(target.lm_head)
     optimizer = torch.optim.Adam(eagle.parameters(), 5e-3)

@@ -6,7 +6,7 @@ from draftsmith.inference.engine.protocol import Drafter
 
 
 class KeepsTexts(Drafter):
-    """To be mixed into a drafter: the tokens of each row's text, which its ``propose`` and ``absorb`` continue.
+    """To be mixed into a drafter: the tokens of each row's text, while it proposes with the root.
 
     texts: by row; behind a prompt also its padding, until the first step. seen: counts of what occurred.
     """
@@ -26,6 +26,18 @@ class KeepsTexts(Drafter):
         super().prefill(features, tokens, start, rows)
         for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
             self.texts[row] += prompt
+
+    def propose(self, state):
+        for row, text in self.texts.items():
+            del text[int(state.length[row]) :]  # padding of the prompt
+            assert len(text) == int(state.length[row])
+            text.append(int(state.root[row]))
+        return super().propose(state)
+
+    def absorb(self, state, verdict, tree, features):
+        super().absorb(state, verdict, tree, features)
+        for row, text in self.texts.items():
+            text += tree.tokens[row, verdict.path[row, 1 : 1 + int(verdict.length[row])]].tolist()
 
     def end(self, row):
         super().end(row)

@@ -107,14 +107,19 @@ def _decoded(weights: bytes) -> dict[tuple[object, ...], list[int]]:
 
 def check_drafter(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> None:
     """All of the checks."""
+    check_exact(make_target, make, own=own)
+    check_sampling(make_target, make, "plain", static=True)
+    check_sampling(make_target, make, "cut", static=False)
+
+
+def check_exact(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
+    """All of the checks but :func:`check_sampling`; returns what :func:`check_greedy` does."""
     check_static(make_target, make)
     check_warm_up(make_target, make)
-    check_greedy(make_target, make, own=own)
     check_coupled(make_target, make, own=own)
     if own:
         check_seeds(make_target, make)
-    check_sampling(make_target, make, "plain", static=True)
-    check_sampling(make_target, make, "cut", static=False)
+    return check_greedy(make_target, make, own=own)
 
 
 def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
@@ -419,18 +424,7 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
 class _HostReads(TorchFunctionMode):
     """Refuses what reads a tensor on the host, or makes one there, before PyTorch's dispatcher sees it."""
 
-    READS = (
-        "tolist",
-        "numpy",
-        "item",
-        "cpu",
-        "__array__",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "from_numpy",
-    )
+    READS = "tolist numpy item cpu __array__ __bool__ __int__ __float__ __index__ from_numpy".split()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

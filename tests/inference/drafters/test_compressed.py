@@ -277,17 +277,32 @@ def test_sliding_layers_keep_the_last_tokens(make_target, name):
         assert last == (kind == "sliding_attention")
 
 
+def draft_model(target, selector, tree=(1, 1, 1)):
+    return DraftModelDrafter(target, target, tree, selector=selector)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_and_coupled_decoding_are_exact(make_target, name):
+@pytest.mark.parametrize("kind", ["own", "draft model"])
+def test_greedy_and_coupled_decoding_are_exact(make_target, name, kind):
+    """Of a draft model also merged, whose accepted tokens it has not run."""
+
     def make(target):
-        return CompressedDrafter(target, Selector(name, 9), (1, 1, 1))
+        selector = Selector(name, 9)
+        return CompressedDrafter(target, selector, (1, 1, 1)) if kind == "own" else draft_model(target, selector)
+
+    def merged(target):
+        members = {"model": draft_model(target, Selector(name, 9), (2, 1)), "ngram": NgramDrafter(target)}
+        return MergedDrafter(members, target, 24)
 
     if name != "topk":  # selects in each step, by the host
         check_static(make_target, make)
     check_greedy(make_target, make)
     check_coupled(make_target, make)
-    check_seeds(make_target, make)
-    check_warm_up(make_target, make)
+    if kind == "own":
+        check_seeds(make_target, make)
+        check_warm_up(make_target, make)
+    else:
+        check_greedy(make_target, merged, own=False)
 
 
 def test_sampling_has_the_targets_distribution(make_target):
@@ -307,29 +322,11 @@ def test_merged_with_ngrams(make_target):
     assert all(result.accepted_from) and sum(result.accepted) == 23
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_draft_model_over_a_compressed_cache_is_exact(make_target, name):
-    """Alone and merged, whose accepted tokens it has not run."""
-
-    def make(target):
-        return DraftModelDrafter(target, target, (1, 1, 1), selector=Selector(name, 9))
-
-    def merged(target):
-        own = DraftModelDrafter(target, target, (2, 1), selector=Selector(name, 9))
-        return MergedDrafter({"model": own, "ngram": NgramDrafter(target)}, target, 24)
-
-    if name != "topk":
-        check_static(make_target, make)
-    check_greedy(make_target, make)
-    check_coupled(make_target, make)
-    check_greedy(make_target, merged, own=False)
-
-
 def test_a_draft_models_own_cache_is_given_what_it_wrote(make_target):
     """The target as its own draft model, of which nothing is left out until the second selection: until then every
     draft is the target's own, and the selection is made of what the target's cache holds, too."""
     target = make_target("llama")
-    drafter = DraftModelDrafter(target, target, (1, 1, 1), selector=Selector("snapkv", 30))
+    drafter = draft_model(target, Selector("snapkv", 30))
     assert drafter.entries is not None
     watched = drafter.entries = WatchedCache(target, drafter.entries.selector)
     full, seen, select = [], [], watched.select
@@ -372,15 +369,8 @@ def test_what_cannot_be_is_refused(make_target, monkeypatch):
         Selector(name, least)
     with pytest.raises(ValueError, match="must be one of streamingllm, snapkv, topk"):
         Selector("quest", 64)
-    longer = make_target(
-        "llama",
-        rope_parameters={
-            "rope_type": "dynamic",
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 64,
-        },
-    )
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    longer = make_target("llama", rope_parameters=rope)
     with pytest.raises(ValueError, match="depends on the text's length.*use snapkv"):
         CompressedDrafter(longer, Selector("streamingllm", 64), (1,))
     CompressedDrafter(longer, Selector("snapkv", 64), (1,))

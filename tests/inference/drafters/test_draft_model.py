@@ -1,30 +1,18 @@
 """Draft models: lossless; the cache equals that of the committed text; drafts are the model's most likely tokens."""
 
-import copy
 import itertools
 import json
 from collections import Counter
 from dataclasses import replace
 
-import lossless_suite
+import lossless_suite as suite
 import pytest
 import torch
 from draws import occurs
 from kept_texts import KeepsTexts
-from lossless_suite import (
-    CONTEXT,
-    LIMITS,
-    NONE,
-    STARTS,
-    check_coupled,
-    check_greedy,
-    check_sampling,
-    check_seeds,
-    check_static,
-    check_warm_up,
-    plain_texts,
-)
+from lossless_suite import NONE, STARTS
 from scipy import stats
+from tiny_models import SPARSE, perturbed, some_ids
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
@@ -40,33 +28,10 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 from draftsmith.models.target import Target, cache_argument, load_target
 
-# Unequal depths, a leaf before a node with a child in the first level, and a rank that is left out.
-SPARSE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0), (2, 0, 0)))
 TREES = {"chain": [1, 1, 1, 1], "sparse": SPARSE}
 DEPTHS = {"chain": 4, "sparse": 3}
 TEXTS = 6000  # in as many rows, which is three times as fast as the suite's default
 STEEP = StepCosts({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0})
-
-
-def perturbed(target: Target, noise: float = 0.04, vocabulary: int = 0, **config: object) -> Target:
-    """A copy of the target with perturbed weights (more for the small vocabulary), optionally with another vocabulary
-    size and other fields of its config."""
-    noise *= 200 if target.vocab_size == lossless_suite.SMALL else 1
-    model = copy.deepcopy(target.model)
-    if vocabulary:
-        model.resize_token_embeddings(vocabulary, mean_resizing=False)
-    for name, value in config.items():
-        setattr(model.config, name, value)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_((torch.randn(weight.shape, generator=generator) * noise * weight.cpu().std()).to(weight.device))
-    return Target(model, None, "draft", "")
-
-
-def some_ids(target: Target) -> torch.Tensor:
-    """A draft vocabulary of four fifths of the target's ids."""
-    return torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2], device=target.device)
 
 
 class Checked(KeepsTexts, DraftModelDrafter):
@@ -85,13 +50,8 @@ class Checked(KeepsTexts, DraftModelDrafter):
                 torch.testing.assert_close(mine[row, :, :count], right[0], atol=1e-4, rtol=1e-3)
 
     def propose(self, state):
-        for row, text in self.texts.items():
-            del text[int(state.length[row]) :]  # padding of the prompt
-        self.rooted = state.root.tolist()
         tree = super().propose(replace(state, weighs=True))
         for row, text in self.texts.items():
-            assert len(text) == int(state.length[row])
-            text.append(int(state.root[row]))
             self.check_cache(row, len(text))
             if state.settings is None and tree.tokens.shape[1] == self.num_nodes:
                 self.check_drafts(tree, row, state.noise)
@@ -126,12 +86,10 @@ class Checked(KeepsTexts, DraftModelDrafter):
 
     def absorb(self, state, verdict, tree, features):
         super().absorb(state, verdict, tree, features)
-        for row, text in self.texts.items():
-            path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
-            text += tree.tokens[row, path].tolist()
-            self.seen[len(path)] += 1
+        for row, length in ((row, int(verdict.length[row])) for row in self.texts):
+            self.seen[length] += 1
             kept = int(self.cached[row] - state.length[row]) - 1
-            self.seen.update([f"kept {kept}", f"kept {kept} of {len(path)}"])
+            self.seen.update([f"kept {kept}", f"kept {kept} of {length}"])
             self.check_cache(row, int(self.cached[row]))
 
 
@@ -142,15 +100,15 @@ def test_lossless(make_target, name):
     def make(target):
         return DraftModelDrafter(perturbed(target), target, TREES[name])
 
-    for check in (check_static, check_seeds, check_coupled):
+    for check in (suite.check_static, suite.check_seeds, suite.check_coupled):
         check(make_target, make)
     if name == "chain":
-        check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
+        suite.check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_length_is_accepted(make_target, name):
-    lengths = check_greedy(make_target, lambda t: DraftModelDrafter(perturbed(t, 0.1), t, TREES[name]))
+    lengths = suite.check_greedy(make_target, lambda t: DraftModelDrafter(perturbed(t, 0.1), t, TREES[name]))
     assert set(lengths) == set(range(1, DEPTHS[name] + 2)), lengths
 
 
@@ -158,10 +116,10 @@ def test_lossless_with_a_draft_vocabulary(make_target):
     def make(target):
         return DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target))
 
-    check_greedy(make_target, make)
-    check_coupled(make_target, make)
-    check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
-    tree = proposed(lossless_suite.soft(make_target), make(lossless_suite.soft(make_target)))
+    suite.check_greedy(make_target, make)
+    suite.check_coupled(make_target, make)
+    suite.check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
+    tree = proposed(suite.soft(make_target), make(suite.soft(make_target)))
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= {0, 1, 3, 4} and tree.draws.q.shape[2] == 4
     torch.testing.assert_close(tree.draws.q.sum(-1), torch.ones(tree.draws.q.shape[:2]))
 
@@ -181,11 +139,11 @@ DRAWS = {"without_replacement": WITHOUT_REPLACEMENT, "iid": IID, "naive": ONE_HO
 def test_lossless_by_kind_of_draw(make_target):
     """I.i.d. draws, several of which may be one node, and draws that are verified as deterministic drafts, of which
     fewer are accepted. A draw leads to the child of its turn, in rank order, or to that of an equal earlier draw."""
-    steps, target = {}, lossless_suite.soft(make_target)
+    steps, target = {}, suite.soft(make_target)
     for draws, kind in DRAWS.items():
         make = lambda t, draws=draws: DraftModelDrafter(perturbed(t), t, SPARSE, draws=draws)  # noqa: E731
         static = draws != "naive"
-        found = check_sampling(make_target, make, "plain", static=static, count=TEXTS, rows=TEXTS)
+        found = suite.check_sampling(make_target, make, "plain", static=static, count=TEXTS, rows=TEXTS)
         steps[draws] = sum(count * texts for count, texts in found.items())
         drafter = make(target)
         tree = proposed(target, drafter)
@@ -205,38 +163,6 @@ def test_lossless_by_kind_of_draw(make_target):
     assert steps["naive"] > 1.01 * steps["without_replacement"], steps
 
 
-class OneKind(DraftModelDrafter):
-    """Wrong: names another kind than its draws have."""
-
-    def propose(self, state):
-        tree = super().propose(state)
-        return replace(tree, draws=replace(tree.draws, kind=torch.full_like(tree.draws.kind, self.kind)))
-
-
-class Distinct(DraftModelDrafter):
-    """Wrong: keeps one of several equal draws."""
-
-    def propose(self, state):
-        tree = super().propose(state)
-        child = tree.draws.child
-        again = (child[..., None] == child[..., None, :]).tril(-1).any(-1)
-        return replace(tree, draws=replace(tree.draws, child=torch.where(again, -1, child)))
-
-
-@pytest.mark.parametrize("wrong", ["iid as without replacement", "without replacement as iid", "equal draws once"])
-def test_wrong_draws_are_rejected(make_target, wrong):
-    """The check of distributions finds what would be wrong."""
-
-    def make(target):
-        draws = "without_replacement" if wrong.startswith("without") else "iid"
-        drafter = (Distinct if wrong == "equal draws once" else OneKind)(perturbed(target), target, [5], draws=draws)
-        drafter.kind = IID if draws == "without_replacement" else WITHOUT_REPLACEMENT
-        return drafter
-
-    with pytest.raises(AssertionError, match="do not have the target's distribution"):
-        check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
-
-
 def test_lossless_merge_of_kinds_of_draws(make_target):
     """I.i.d. draws from a draft vocabulary, draws without replacement, and naive ones, in one tree."""
 
@@ -248,27 +174,27 @@ def test_lossless_merge_of_kinds_of_draws(make_target):
         }
         return MergedDrafter(members, target, 40)
 
-    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
     """Decode texts of several lengths in a few rows; a stop id ends one of them inside a path."""
     prompts = [start * 3 for start in STARTS]
     each = [Sampling(seed=number, **sampling) for number in range(len(prompts))]
-    requests = [Request(p, n or 22, s, NONE) for p, n, s in zip(prompts, LIMITS, each, strict=True)]
+    requests = [Request(p, n or 22, s, NONE) for p, n, s in zip(prompts, suite.LIMITS, each, strict=True)]
     if mode == "greedy":
-        (first,) = plain_texts(target, requests[:1])
+        (first,) = suite.plain_texts(target, requests[:1])
         requests.append(Request(prompts[0], 40, stop_ids=frozenset([first[9], first[16]])))
     results = SpeculativeDecoder(target, drafter, static=static).serve(requests, rows, mode=mode)
     if mode == "greedy":
-        assert [r.tokens for r in results] == plain_texts(target, requests)
+        assert [r.tokens for r in results] == suite.plain_texts(target, requests)
     return results
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 @pytest.mark.parametrize("name", TREES)
 def test_the_cache_is_that_of_the_text_and_drafts_are_the_models_best(make_target, name, static):
-    target = lossless_suite.phrases(make_target)
+    target = suite.phrases(make_target)
     drafter = Checked(perturbed(target, 0.1), target, TREES[name])
     serve(target, drafter, static=static)
     deepest = DEPTHS[name]
@@ -298,7 +224,7 @@ def test_other_families(make_target, family):
 @pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])
 def test_accepted_nodes_of_other_drafters(make_target, static, mode):
     """In a merge with a deeper, nearly perfect drafter, several accepted tokens have not been run by the model."""
-    target = lossless_suite.phrases(make_target)
+    target = suite.phrases(make_target)
     first = Checked(perturbed(target, 0.4 if mode == "sample" else 0.15), target, Topology(((0,), (1,), (1, 0))))
     second = Checked(perturbed(target, 1e-4), target, [1, 1, 1, 1, 1])
     for drafter in (first, second):
@@ -314,9 +240,9 @@ def test_accepted_nodes_of_other_drafters(make_target, static, mode):
 def test_padded_vocabularies(make_target, vocabulary):
     """The draft model has more or fewer ids than the target."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [1, 1])  # noqa: E731
-    check_greedy(make_target, make)
-    check_coupled(make_target, make)
-    drafter = make(lossless_suite.phrases(make_target))
+    suite.check_greedy(make_target, make)
+    suite.check_coupled(make_target, make)
+    drafter = make(suite.phrases(make_target))
     drafts = Counter()
     propose = drafter.propose
 
@@ -327,19 +253,19 @@ def test_padded_vocabularies(make_target, vocabulary):
 
     drafter.propose = proposed
     drafter.model.model.lm_head.weight.data[min(61, vocabulary) :] *= 50.0  # very likely if they were not excluded
-    serve(lossless_suite.phrases(make_target), drafter, static=False)
+    serve(suite.phrases(make_target), drafter, static=False)
     assert max(drafts) < min(61, vocabulary)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 4])
 def test_sampling_with_padded_vocabularies(make_target, vocabulary):
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [2, 1])  # noqa: E731
-    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def test_fewer_tokens_than_draws(make_target, monkeypatch):
     """Only two tokens can be drawn from a distribution of two; the third draw is left out, and its node is padding."""
-    monkeypatch.setitem(lossless_suite.SAMPLINGS, "narrow", Sampling(temperature=1.3, top_k=2))
+    monkeypatch.setitem(suite.SAMPLINGS, "narrow", Sampling(temperature=1.3, top_k=2))
     padding = []
 
     class Watched(DraftModelDrafter):
@@ -350,13 +276,13 @@ def test_fewer_tokens_than_draws(make_target, monkeypatch):
             return tree
 
     make = lambda target: Watched(perturbed(target, 0.05), target, [3, 1])  # noqa: E731
-    check_sampling(make_target, make, "narrow", count=TEXTS, rows=TEXTS)
+    suite.check_sampling(make_target, make, "narrow", count=TEXTS, rows=TEXTS)
     assert min(padding) > 0
 
 
 def test_every_draw_has_its_own_uniform(make_target, monkeypatch):
     """From the drafter's stream, by the step of each text; a node's children have different ones."""
-    target = lossless_suite.soft(make_target)
+    target = suite.soft(make_target)
     drafter = DraftModelDrafter(perturbed(target), target, [2, 2, 1])
     used, drawn = [], []
     philox_uniforms, draw_from = levels.philox_uniforms, levels.draw_children
@@ -412,7 +338,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
         drafter.costs, drafter.chooses = STEEP, True
         return drafter
 
-    target = lossless_suite.phrases(make_target)
+    target = suite.phrases(make_target)
     for rows in (1, 3):
         serve(target, make(target), static=False, rows=rows)
     levels = set(make(target).layout.firsts[2:])
@@ -424,37 +350,31 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
     assert set(sizes) == {make(target).num_nodes}, "static steps have one shape"
 
 
-def test_trees_that_end_early_are_lossless(make_target):
-    def make(target):
-        drafter = DraftModelDrafter(perturbed(target, 0.04), target, SPARSE)
-        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
-        return drafter
-
-    check_greedy(make_target, make, own=False)
-    check_coupled(make_target, make, own=False)
-    target = lossless_suite.soft(make_target)
+def test_multi_step_sampling_has_whole_trees(make_target):
+    """Whatever another level costs: a seed gives one text in any batch."""
+    target = suite.soft(make_target)
     requests = [Request([3, 1, 4, 1][: 1 + n % 4], 20, Sampling(seed=n, temperature=0.7), NONE) for n in range(12)]
     results = []
     for rows in (1, 3):
-        drafter = make(target)
-        drafter.chooses = rows == 1
+        drafter = DraftModelDrafter(perturbed(target), target, SPARSE)
+        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), rows == 1
         results.append(SpeculativeDecoder(target, drafter, static=False).serve(requests, rows, mode="mss"))
     texts = [[(one.tokens, one.accepted, one.finish_reason) for one in each] for each in results]
-    assert texts[0] == texts[1], "multi-step sampling has whole trees: a seed gives one text in any batch"
+    assert texts[0] == texts[1]
 
 
 def test_beyond_the_models_own_context(make_target):
     """The position stays the last one there, and output remains lossless."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.02, max_position_embeddings=40), target, [1, 1])  # noqa: E731
-    assert make(lossless_suite.phrases(make_target)).model.context == 40 < CONTEXT
-    check_greedy(make_target, make)
-    check_coupled(make_target, make)
+    assert make(suite.phrases(make_target)).model.context == 40 < suite.CONTEXT
+    suite.check_greedy(make_target, make)
+    suite.check_coupled(make_target, make)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_the_target_drafts_for_itself(make_target, mode):
     """All drafts are accepted, up to the end of each text; in coupled sampling, by the noise that is the target's."""
-    target = lossless_suite.phrases(make_target)
+    target = suite.phrases(make_target)
     for static in (False, True):
         drafter = DraftModelDrafter(target, target, [1, 1, 1])
         results = serve(target, drafter, static=static, mode=mode, temperature=1.2, top_k=20)
@@ -463,7 +383,7 @@ def test_the_target_drafts_for_itself(make_target, mode):
 
 
 def test_typical_steps_are_drafted_greedily(make_target):
-    target = lossless_suite.soft(make_target)
+    target = suite.soft(make_target)
     drafter = DraftModelDrafter(perturbed(target, 0.001), target, [2, 1])
     each = [SpeculativeDecoder(target, drafter).generate([[3, 1, 4]], 24, mode="typical", stop_ids=NONE) for _ in "ab"]
     assert each[0] == each[1] and max(each[0][0].accepted) == 3
@@ -529,4 +449,4 @@ def test_invalid_draft_vocabularies(make_target):
 
 def test_capture_warm_up_leaves_the_cache_alone(make_target):
     """Undone steps write no slot before a row's length, also when tokens are missing."""
-    check_warm_up(make_target, lambda t: Checked(perturbed(t, 0.004), t, SPARSE))
+    suite.check_warm_up(make_target, lambda t: Checked(perturbed(t, 0.004), t, SPARSE))

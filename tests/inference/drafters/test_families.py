@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import toy_family
+from faults import error_of
 
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -18,24 +19,20 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter, write_drafter
 
-PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
-
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory, target):
+def written(tmp_path_factory, target, four_prompts):
     """A folder with a table of the target's own bigrams, and prompts like those it was counted on."""
     folder = tmp_path_factory.mktemp("drafters") / "bigrams"
     folder.mkdir()
-    prompts = folder.parent / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    data = answer(target, encode_prompts(read_prompts(prompts), target), 64, 4)
+    data = answer(target, encode_prompts(read_prompts(four_prompts), target), 64, 4)
     counts = torch.zeros(target.vocab_size, target.vocab_size)
     for row, marks in zip(data["tokens"].long(), data["supervised"], strict=True):
         text = row[marks]
         counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
     weights = {"embed.weight": counts, "out.weight": torch.eye(target.vocab_size)}  # logits: the counts
     write_drafter(folder, "toy", {"width": target.vocab_size}, weights, target, {})
-    return folder, prompts
+    return folder, four_prompts
 
 
 @pytest.fixture
@@ -43,14 +40,14 @@ def family(monkeypatch):
     monkeypatch.setitem(FAMILIES, "toy", "toy_family")
 
 
-def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monkeypatch):
+def test_a_family_of_one_entry(run_main, run_decode, report_of, written, family, target, monkeypatch):
     """Calibrated and decoded with, alone and merged; the simulated τ is the engine's. Nothing else knows of it."""
     folder, prompts = written
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
-    early = run_main(decode.main, folder, "--prompts", prompts)
+    early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
-    options = ("--prompts", prompts, "--max-new-tokens", 32, "--device", "cpu")
-    code, out, err = run_main(calibrate.main, folder, *options, "--seconds", 1)
+    options = f"--prompts {prompts} --max-new-tokens 32 --device cpu"
+    code, out, err = run_main(calibrate.main, folder, *options.split(), "--seconds", 1)
     assert code == 0 and f"{folder / 'tree.json'}: " in out, err
     known = json.loads((folder / "tree.json").read_text())["calibration"]
     assert known["expected_mean_accepted_length"] > 1.3, "else nothing is accepted, and this tests nothing"
@@ -61,20 +58,16 @@ def test_a_family_of_one_entry(run_main, written, family, target, tmp_path, monk
     lengths = [n for result in SpeculativeDecoder(target, drafter).generate(texts, 32) for n in result.accepted]
     data = answer(target, texts, 32, 4)
     assert isinstance(drafter, toy_family.ToyDrafter)
-    _, config, weights = read_drafter(str(folder))
-    ranks = toy_family.calibration(folder, config, weights).ranks(target, data["tokens"], data["supervised"])
+    calibration = toy_family.calibration(*read_drafter(str(folder)))
+    ranks = calibration.ranks(target, data["tokens"], data["supervised"])
     assert simulate(read_tree(folder / "tree.json"), ranks) == sum(lengths) / len(lengths)
 
     for name in (folder, f"{folder}+ngram"):
-        code, _, err = run_main(
-            decode.main, name, *options, "--baseline", "none", "--check-lossless", "--all-nodes", "--report", tmp_path
-        )
-        assert code == 0, err
-        found = json.loads((tmp_path / "report.json").read_text())
+        found, _ = report_of(f"{name} {options} --baseline none --check-lossless --all-nodes")
         assert found["lossless"]["mismatches"] == 0 and found["mean_accepted_length"] > 1.3
 
 
-def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
+def test_a_family_without_a_tree(run_main, run_decode, written, family, monkeypatch):
     """Only its target's steps are timed, and a tree that nobody would read is refused."""
     folder, prompts = written
     monkeypatch.delattr(toy_family, "calibration")
@@ -83,10 +76,10 @@ def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu")
     assert code == 0 and out.startswith("a plain step: "), err
     assert before == {file: file.stat().st_mtime_ns for file in folder.iterdir()}
-    code, out, err = run_main(decode.main, folder, "--prompts", prompts, "--max-new-tokens", 9, "--check-lossless")
+    code, out, err = run_decode(f"{folder} --prompts {prompts} --max-new-tokens 9 --check-lossless")
     assert code == 0, err
     for name in (folder, "ngram", "none", f"{folder}+ngram"):
-        result = run_main(decode.main, name, "--prompt", "a", "--target", "nobody/nothing", "--tree", "my.json")
+        result = run_decode(f"{name} --prompt a --target nobody/nothing --tree my.json")
         message = f"error: --tree my.json: '{name}' has no tree of its own that another could replace; leave it out\n"
         assert result == (2, "", message)
 
@@ -102,10 +95,10 @@ def test_a_family_without_a_tree(run_main, written, family, monkeypatch):
         ("runs/ngram", "'runs/ngram': no such folder here; "),  # a Hub id, if there is no such folder
     ],
 )
-def test_misspelt_names(run_main, given, said):
-    code, _, err = run_main(decode.main, given, "--prompt", "a", "--target", "nobody/nothing")
-    assert code == 2 and said in err and err.count("\n") == 1
-    assert ("did you mean" in err) == ("did you mean" in said)
+def test_misspelt_names(run_decode, given, said):
+    error = error_of(run_decode(f"{given} --prompt a --target nobody/nothing"))
+    assert said in error
+    assert ("did you mean" in error) == ("did you mean" in said)
 
 
 def test_unknown_types(run_main, written, family):

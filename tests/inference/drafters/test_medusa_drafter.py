@@ -5,6 +5,7 @@ import itertools
 import lossless_suite
 import pytest
 import torch
+from tiny_models import noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ranks import MAX_RANK, head_ranks
@@ -89,13 +90,8 @@ def test_tree_has_to_fit_the_heads(make_target):
 
 def near_the_lm_head(target):
     """Heads that draft what the LM head holds likely, of every second token: right now and then."""
-    torch.manual_seed(2)
-    ids = torch.arange(0, target.vocab_size, 2)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared", len(ids))
-    heads.draft_from(ids, target)
-    with torch.no_grad():
-        heads.weight.normal_(std=0.1)
-    return MedusaDrafter(heads.requires_grad_(False), Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0))), target)
+    heads = noisy_heads(target, 0.1, "shared", seed=2, ids=torch.arange(0, target.vocab_size, 2))
+    return MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0))), target)
 
 
 def test_a_draft_vocabulary_is_lossless(make_target, greedy_texts):

@@ -39,15 +39,9 @@ def small(make_target):
 
 def moved(tree, device):
     """A tree or its draws on a device."""
-    parts = {name: part for name, part in vars(tree).items() if part is not None}
-    return replace(
-        tree,
-        **{
-            name: moved(part, device) if isinstance(part, Draws) else part.to(device)
-            for name, part in parts.items()
-            if name != "static"
-        },
-    )
+    parts = {name: part for name, part in vars(tree).items() if part is not None and name != "static"}
+    on = {name: moved(part, device) if isinstance(part, Draws) else part.to(device) for name, part in parts.items()}
+    return replace(tree, **on)
 
 
 class Given(Drafter):
@@ -68,16 +62,11 @@ class Given(Drafter):
             paths = [(), *row]
             parent = [-1] + [paths.index(path[:-1]) for path in paths[1:]]
             padding = size - len(paths)
-            made.append(
-                (
-                    torch.tensor([root, *(path[-1] for path in paths[1:]), *[0] * padding]),
-                    torch.tensor(parent + [0] * padding, dtype=torch.int32),
-                    torch.tensor([*map(len, paths), *[1] * padding], dtype=torch.int32),
-                    torch.cat([bitsets(parent), torch.zeros(padding, 1, dtype=torch.int64)]),
-                    torch.tensor([True] * len(paths) + [False] * padding),
-                    torch.tensor([1.0, *row.values(), *[0.0] * padding]),
-                )
-            )
+            tokens = [root, *(path[-1] for path in paths[1:]), *[0] * padding]
+            bits = torch.cat([bitsets(parent), torch.zeros(padding, 1, dtype=torch.int64)])
+            parent, depth = torch.tensor([parent + [0] * padding, [*map(len, paths), *[1] * padding]]).int()
+            valid, acceptance = torch.arange(size) < len(paths), [1.0, *row.values(), *[0.0] * padding]
+            made.append((torch.tensor(tokens), parent, depth, bits, valid, torch.tensor(acceptance)))
         parts = (torch.stack(part).expand(len(state.root), *part[0].shape) for part in zip(*made, strict=True))
         *parts, acceptance = parts
         return moved(TokenTree(*parts, acceptance=acceptance), state.root.device)
@@ -201,19 +190,10 @@ class Made(Drafter):
                     ]
             self.paths.append({n: path for n, path in enumerate(paths) if valid[n]})
             self.expected.append(expected)
-            made.append(
-                (
-                    torch.tensor([path[-1] if path else 0 for path in paths]),
-                    torch.tensor(parents, dtype=torch.int32),
-                    torch.tensor([*map(len, paths)], dtype=torch.int32),
-                    bitsets(parents),
-                    torch.tensor(valid),
-                    torch.tensor(acceptance),
-                    child,
-                    kind.to(torch.int8),
-                    q_row,
-                )
-            )
+            parent, depth = torch.tensor([parents, [*map(len, paths)]]).int()
+            tokens, bits = torch.tensor([path[-1] if path else 0 for path in paths]), bitsets(parents)
+            draws = (child, kind.to(torch.int8), q_row)
+            made.append((tokens, parent, depth, bits, torch.tensor(valid), torch.tensor(acceptance), *draws))
         *self.parts, child, kind, q_row = (torch.stack(part) for part in zip(*made, strict=True))
         self.draws = Draws(child, kind, q_row, self.q, self.ids)
 
@@ -370,18 +350,12 @@ class Drawing(Drafter):
         parent = torch.tensor([-1, 0, 1], dtype=torch.int32, device=device).expand(rows, -1)
         ones = torch.ones(rows, 3, dtype=torch.bool, device=device)
         child = torch.tensor([[1], [2], [-1]], device=device).expand(rows, -1, -1)
-        draws = Draws(
-            child, torch.full_like(child, IID, dtype=torch.int8), torch.zeros_like(child), self.q.expand(rows, 1, -1)
-        )
-        return TokenTree(
-            torch.cat([state.root[:, None], drawn], 1),
-            parent,
-            parent + 1,
-            bitsets([-1, 0, 1]).to(device).expand(rows, -1, -1),
-            ones,
-            draws=draws,
-            acceptance=torch.tensor([1.0, 0.5, 0.2], device=device).expand(rows, -1),
-        )
+        kind = torch.full_like(child, IID, dtype=torch.int8)
+        draws = Draws(child, kind, torch.zeros_like(child), self.q.expand(rows, 1, -1))
+        ancestors = bitsets([-1, 0, 1]).to(device).expand(rows, -1, -1)
+        acceptance = torch.tensor([1.0, 0.5, 0.2], device=device).expand(rows, -1)
+        tokens = torch.cat([state.root[:, None], drawn], 1)
+        return TokenTree(tokens, parent, parent + 1, ancestors, ones, draws=draws, acceptance=acceptance)
 
 
 def first_two(tree, rows, generator):
@@ -409,14 +383,7 @@ def merged_to_a_set(tree):
     for turn in range(1, child.shape[2]):
         again = (child[..., :turn] == child[..., turn : turn + 1]).any(-1)
         child[..., turn] = torch.where(again, -1, child[..., turn])
-    return TokenTree(
-        tree.tokens,
-        tree.parent,
-        tree.depth,
-        tree.ancestors,
-        tree.valid,
-        draws=Draws(child, tree.draws.kind, tree.draws.q_row, tree.draws.q),
-    )
+    return replace(tree, draws=replace(tree.draws, child=child))
 
 
 @pytest.mark.parametrize("certain", [False, True])

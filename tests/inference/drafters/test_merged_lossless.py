@@ -1,12 +1,20 @@
 """Merges of all kinds of drafters, through the checks of every drafter."""
 
-import copy
 from dataclasses import replace
 
 import lossless_suite
 import pytest
 import torch
-from lossless_suite import check_coupled, check_greedy, check_sampling, check_seeds, check_static, check_warm_up
+from lossless_suite import (
+    check_coupled,
+    check_exact,
+    check_greedy,
+    check_sampling,
+    check_seeds,
+    check_static,
+    check_warm_up,
+)
+from tiny_models import noisy_heads, perturbed
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -17,7 +25,6 @@ from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step, on_device
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import TokenTree, Topology
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 COSTS = StepCosts({1: 1.0, 8: 1.4, 32: 3.0})
@@ -26,22 +33,12 @@ ACCEPTANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths, in order
 
 
 def heads(target: Target) -> MedusaDrafter:
-    torch.manual_seed(1)
-    found = MedusaHeads.for_target(target, 3, 1, "own")
-    with torch.no_grad():
-        for parameter in found.parameters():
-            parameter.add_(torch.randn(parameter.shape).to(parameter.device) * 0.02)
-    return MedusaDrafter(found, TREE, target, ACCEPTANCES)
+    return MedusaDrafter(noisy_heads(target, 0.02), TREE, target, ACCEPTANCES)
 
 
 def draft_model(target: Target, seed: int, expansion: list[int], **options) -> DraftModelDrafter:
-    model = copy.deepcopy(target.model)
-    noise = 4.0 if target.vocab_size == lossless_suite.SMALL else 0.04
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_((torch.randn(weight.shape, generator=generator) * noise * weight.cpu().std()).to(weight.device))
-    return DraftModelDrafter(Target(model, None, "draft", ""), target, expansion, **options)
+    noise = 0.02 if target.vocab_size == lossless_suite.SMALL else 0.04
+    return DraftModelDrafter(perturbed(target, noise, seed=seed), target, expansion, **options)
 
 
 # By name: of each SSM its expansion, its seed, and what its logits are multiplied by.
@@ -116,11 +113,7 @@ KINDS = ("heads and n-grams", "a draft model and n-grams")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lossless(make_target, kind):
-    check_static(make_target, merge(kind))
-    check_warm_up(make_target, merge(kind))
-    check_greedy(make_target, merge(kind))
-    check_coupled(make_target, merge(kind))
-    check_seeds(make_target, merge(kind))
+    check_exact(make_target, merge(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

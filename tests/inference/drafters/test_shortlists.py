@@ -2,28 +2,16 @@
 what it is trained on."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-import lossless_suite
+import lossless_suite as suite
 import pytest
 import torch
 from draws import occurs
 from eagles import KINDS, fitted, untrained
 from kept_texts import KeepsTexts
-from lossless_suite import (
-    ALPHA,
-    NONE,
-    STARTS,
-    _sampled,
-    check_coupled,
-    check_sampling,
-    check_seeds,
-    check_static,
-    check_warm_up,
-    joint_distribution,
-    p_value,
-)
+from lossless_suite import NONE, STARTS
+from tiny_models import listed_tokens, random_shortlists, random_starts
 
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter, drafts
@@ -31,7 +19,7 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.rollouts import record
 from draftsmith.inference.drafters.shortlists import Shortlists
-from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
@@ -64,32 +52,12 @@ def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
     capacity = [max(3, tokens) for tokens in budget(int(outputs * share), schedule)]
     if kind != "dynaspec":
         config = ShortlistConfig(kind, outputs, tuple(capacity), static=4 if kind == "in_context" else 0)
-        return ordered(config)
+        return random_shortlists(config)
     wanted = max(5, int(CLUSTERS * share))
-    config = ShortlistConfig(
-        kind,
-        outputs,
-        tuple(capacity),
-        clusters=budget(wanted, schedule),
-        num_clusters=CLUSTERS,
-        router_width=8,
-        embedding_size=target.hidden_size,
-        feature_size=eagle.config.hidden_size,
-    )
-    cuts = torch.randperm(outputs - 1, generator=torch.Generator().manual_seed(4))[: CLUSTERS - 1] + 1
-    return ordered(config, [0, *sorted(cuts.tolist()), outputs])
-
-
-def ordered(config: ShortlistConfig, starts: Sequence[int] = ()) -> ShortlistHead:
-    torch.manual_seed(5)
-    head = ShortlistHead(config)
-    head.order.copy_(torch.randperm(config.outputs))
-    if head.router is not None:
-        head.starts.copy_(torch.tensor(starts))
-        with torch.no_grad():
-            for weight in head.router.parameters():
-                weight.normal_(std=0.5)
-    return head.eval().requires_grad_(False)
+    sizes = {"embedding_size": target.hidden_size, "feature_size": eagle.config.hidden_size}
+    sizes |= {"clusters": budget(wanted, schedule), "num_clusters": CLUSTERS, "router_width": 8}
+    config = ShortlistConfig(kind, outputs, tuple(capacity), **sizes)
+    return random_shortlists(config, random_starts(CLUSTERS, outputs))
 
 
 class Watched(KeepsTexts, EagleDrafter):
@@ -102,9 +70,6 @@ class Watched(KeepsTexts, EagleDrafter):
 
     def propose(self, state):
         self.asked, self.lists = [], []
-        for row, text in self.texts.items():
-            del text[int(state.length[row]) :]  # padding of the prompt
-            text.append(int(state.root[row]))
         tree = super().propose(state)
         for row in self.texts:
             nodes = zip(tree.tokens[row].tolist(), tree.depth[row].tolist(), tree.valid[row].tolist(), strict=True)
@@ -121,9 +86,6 @@ class Watched(KeepsTexts, EagleDrafter):
     def absorb(self, state, verdict, tree, features):
         super().absorb(state, verdict, tree, features)
         self.steps.append((state.length.tolist(), self.asked, verdict.length.tolist()))
-        for row, text in self.texts.items():
-            path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
-            text += tree.tokens[row, path].tolist()
 
     def _choose(self, tokens, hidden, depth):
         assert depth == len(self.asked)
@@ -157,30 +119,17 @@ class Watched(KeepsTexts, EagleDrafter):
 
     def expected(self, row: int, depth: int) -> set[int]:
         """The list of a level, in plain Python."""
-        config, head = self.shortlists.config, self.shortlists.shortlist
-        order = head.order if self.eagle.draft_vocab is None else self.eagle.draft_vocab[head.order]
-        tokens, capacity = order.tolist(), config.capacity[min(depth, len(config.capacity) - 1)]
-        if config.shortlist == "in_context":
-            known = {*tokens[: config.static], *self.texts[row], 0}  # 0: padding of prompts
-            return {*[token for token in tokens if token in known][:capacity]}
-        if head.router is None or capacity == len(tokens):
-            return {*tokens[:capacity]}
-        nodes, hidden = self.asked[depth]
-        scores = head.router(self.embed(nodes[row]), hidden[row], depth).amax(0).tolist()
-        wanted = config.clusters[min(depth, len(config.clusters) - 1)]
-        taken: list[int] = []
-        for cluster in sorted(range(len(scores)), key=lambda cluster: -scores[cluster])[:wanted]:
-            slab = tokens[head.starts[cluster] : head.starts[cluster + 1]]
-            if len(taken) + len(slab) > capacity:
-                self.seen["dropped"] += 1
-                return {*(taken or slab[:capacity])}
-            taken += slab
-        return {*taken}
+        head, ids, scores = self.shortlists.shortlist, self.eagle.draft_vocab, None
+        if head.router is not None:
+            nodes, hidden = self.asked[depth]
+            scores = head.router(self.embed(nodes[row]), hidden[row], depth).amax(0)
+        ids = torch.arange(self.eagle.config.outputs) if ids is None else ids
+        return {*listed_tokens(head, ids, depth, self.texts[row], scores, self.seen)}
 
 
 @pytest.fixture(scope="module")
 def target(make_target):
-    return lossless_suite.phrases(make_target)
+    return suite.phrases(make_target)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +233,7 @@ def test_tokens_of_the_text_are_in_the_list(target):
     """Prompt, bonus tokens and drafts count, in this row alone, until another text begins; others do not."""
     config = ShortlistConfig("in_context", 61, (6, 4), static=2)
     head = torch.nn.Linear(4, 61)
-    lists = Shortlists(ordered(config), head, None, 61)
+    lists = Shortlists(random_shortlists(config), head, None, 61)
     order = lists.ids.tolist()
     assert order.index(0) > 50  # every list holds it, if there is room: it is the padding of prompts
     lists.allocate(3, False)
@@ -336,16 +285,6 @@ def test_a_token_of_the_prompt_is_drafted(make_target, target, plain):
     assert sum(len(r.accepted) for r in results) < sum(len(r.accepted) for r in without)
 
 
-def test_rows_that_begin_anew_forget(make_target, target):
-    """Six texts in two rows take the steps that each takes alone."""
-    eagle = fitted(target, make_target, draft_vocab=True)
-    drafter = Watched(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, "in_context"))
-    decoder = SpeculativeDecoder(target, drafter)
-    alone = [decoder.generate([start], 12, stop_ids=NONE)[0].accepted for start in STARTS[:6]]
-    requests = [Request(start, 12, stop_ids=NONE) for start in STARTS[:6]]
-    assert [result.accepted for result in decoder.serve(requests, 2)] == alone
-
-
 @pytest.mark.parametrize("tree", TREES)
 def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     """Clusters of one and two tokens: alone and merged, greedily and by sampling."""
@@ -355,7 +294,7 @@ def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     )
 
     def make():
-        head = ordered(config, [*range(20), *range(21, 61, 2), 61])
+        head = random_shortlists(config, [*range(20), *range(21, 61, 2), 61])
         return Watched(eagle, target, TREES[tree], shortlist=head)
 
     drafter = make()
@@ -386,11 +325,11 @@ def test_drafters_with_other_trees_do_not_share_state(make_target, target, plain
 def test_trees_of_more_children_than_the_shortest_list(make_target, target, tree, message):
     config = ShortlistConfig("fr_spec", 61, (9, 3))
     with pytest.raises(ValueError, match=message):
-        EagleDrafter(untrained(target), target, tree, shortlist=ordered(config))
+        EagleDrafter(untrained(target), target, tree, shortlist=random_shortlists(config))
 
 
 def test_heads_that_do_not_fit():
-    lists = ordered(ShortlistConfig("fr_spec", 9, (4,)))
+    lists = random_shortlists(ShortlistConfig("fr_spec", 9, (4,)))
     with pytest.raises(ValueError, match="the shortlists order 9 rows, and the LM head has 8"):
         Shortlists(lists, torch.nn.Linear(4, 8), None, 9)
     with pytest.raises(ValueError, match="quantised or no plain matrix"):
@@ -415,13 +354,13 @@ def small(name: str, draft_vocab: bool = False):
 
     def make(target, kind=EagleDrafter):
         eagle = untrained(target, "eagle3", draft_vocab)
-        if target.vocab_size != lossless_suite.SMALL:
+        if target.vocab_size != suite.SMALL:
             return kind(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, name))
         outputs, listed, tree, draws = eagle.config.outputs, *SMALL_LISTS[name]
         config = ShortlistConfig(outputs=outputs, **SIZES | listed) if "clusters" in listed else None
         config = config or ShortlistConfig(outputs=outputs, **listed)
         starts = [0, 1, 3, outputs] if outputs > 3 else [0, 1, 2, outputs]
-        return kind(eagle, target, tree, draws=draws, shortlist=ordered(config, starts))
+        return kind(eagle, target, tree, draws=draws, shortlist=random_shortlists(config, starts))
 
     return make
 
@@ -441,15 +380,13 @@ SMALL_LISTS = {
 TEXTS = 3000
 
 
-@pytest.mark.parametrize("name", ["in_context", "dynaspec position-aware"])
-def test_static_steps(make_target, name):
-    """No host read, and one shape, in a static step."""
-    check_static(make_target, small(name, draft_vocab=True))
-
-
-def test_seeds(make_target):
-    """A seed gives the same text and steps in any batch, beside longer and shorter prompts."""
-    check_seeds(make_target, small("in_context"))
+def test_the_suite(make_target):
+    """Static steps read nothing on the host and have one shape; a seed gives the same text and steps in any batch;
+    steps that are undone leave no tokens in an in-context list."""
+    for name in ("in_context", "dynaspec position-aware"):
+        suite.check_static(make_target, small(name, draft_vocab=True))
+    suite.check_seeds(make_target, small("in_context"))
+    suite.check_warm_up(make_target, small("in_context"))
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -461,12 +398,7 @@ def test_coupled(make_target, name, tree):
         eagle = fitted(target, make_target, "eagle3", draft_vocab=name != "in_context")
         return EagleDrafter(eagle, target, TREES[tree], shortlist=shortlist(eagle, target, name))
 
-    check_coupled(make_target, make)
-
-
-def test_warm_up(make_target):
-    """Steps that are undone leave no tokens in an in-context list."""
-    check_warm_up(make_target, small("in_context"))
+    suite.check_coupled(make_target, make)
 
 
 @pytest.mark.parametrize(
@@ -476,7 +408,7 @@ def test_warm_up(make_target):
 def test_lossless_sampling(make_target, name, draft_vocab):
     make = small(name, draft_vocab)
     static = name in ("in_context", "dynaspec fixed")
-    check_sampling(make_target, make, "cut" if draft_vocab else "plain", static=static, count=TEXTS, rows=TEXTS)
+    suite.check_sampling(make_target, make, "cut" if draft_vocab else "plain", static=static, count=TEXTS, rows=TEXTS)
 
 
 @pytest.mark.parametrize("name", ["fr_spec fixed", "dynaspec fixed"])
@@ -488,7 +420,7 @@ def test_lossless_merge(make_target, name):
         members = {"eagle": small(name)(target), "ngram": NgramDrafter(target, depth=2, min_match=1)}
         return MergedDrafter(members | ({"other": other} if name == "fr_spec fixed" else {}), target, 12)
 
-    check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
+    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 class FullVocabulary(EagleDrafter):
@@ -529,6 +461,6 @@ class ListOfTheRoot(EagleDrafter):
 )
 def test_wrong_distributions_are_rejected(make_target, wrong, name):
     """By the test that the right ones pass above, with as many texts."""
-    target, sampling = lossless_suite.soft(make_target), lossless_suite.SAMPLINGS["plain"]
-    texts, _ = _sampled(target, small(name)(target, wrong), sampling, TEXTS, TEXTS, False)
-    assert p_value(texts, joint_distribution(target, sampling)) < ALPHA
+    target, sampling = suite.soft(make_target), suite.SAMPLINGS["plain"]
+    texts, _ = suite._sampled(target, small(name)(target, wrong), sampling, TEXTS, TEXTS, False)
+    assert suite.p_value(texts, suite.joint_distribution(target, sampling)) < suite.ALPHA

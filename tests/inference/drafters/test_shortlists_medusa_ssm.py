@@ -1,26 +1,16 @@
 """Shortlists of Medusa heads and of an SSM: what is drafted is the best of each level's shortlist, which is computed
 here from the text alone, and what is written stays the target's own."""
 
-import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import lossless_suite as suite
 import pytest
+import tiny_models as tiny
 import torch
 from draws import occurs
-from lossless_suite import (
-    NONE,
-    STARTS,
-    check_coupled,
-    check_greedy,
-    check_sampling,
-    check_seeds,
-    check_static,
-    check_warm_up,
-    phrases,
-    soft,
-)
+from lossless_suite import NONE, STARTS
+from tiny_models import SPARSE, listed_tokens, noisy_heads, perturbed, random_shortlists, some_ids
 
 from draftsmith.common.files import write_json
 from draftsmith.inference.drafters import draft_model, dynaspec, medusa, ssm
@@ -39,15 +29,12 @@ from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, 
 from draftsmith.models.target import Target
 
 KINDS = ("fr_spec", "vocab_trim", "in_context", "dynaspec")
-# Unequal depths, a leaf before a node with a child in the first level, and a rank that is left out.
-TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 2), (1,), (2,), (2, 0), (2, 0, 0)))
 PROMPTS = [start * 3 for start in (STARTS[1], STARTS[0], STARTS[3])]  # the first has no token 0, and is padded with it
 TEXTS = 4000
 
 
 def shortlist(kind: str, outputs: int, width: int = 32) -> ShortlistHead:
     """In a random order; the router's weights are random. Of the vocabulary of 61, the deepest levels have 6 tokens."""
-    generator = torch.Generator().manual_seed(7)
     schedule = "fixed" if kind == "fr_spec" else "position_aware"
     most = max(outputs * 4 // 5, 3)
     capacity = tuple(max(count, 3) for count in budget(most, schedule, 4))
@@ -63,16 +50,8 @@ def shortlist(kind: str, outputs: int, width: int = 32) -> ShortlistHead:
             "feature_size": width,
         }
         capacity = tuple(max(count, 3) for count in budget(outputs // 2, schedule, 4))
-    head = ShortlistHead(ShortlistConfig(kind, outputs, capacity, **own))
-    head.order.copy_(torch.randperm(outputs, generator=generator))
-    if head.router is not None:
-        count = head.config.num_clusters
-        cuts = torch.randperm(outputs - 1, generator=generator)[: count - 1].sort().values + 1
-        head.starts.copy_(torch.tensor([0, *cuts.tolist(), outputs]))
-        with torch.no_grad():
-            for weight in head.router.parameters():
-                weight.copy_(torch.randn(weight.shape, generator=generator))
-    return head.eval().requires_grad_(False)
+    config = ShortlistConfig(kind, outputs, capacity, **own)
+    return random_shortlists(config, tiny.random_starts(config.num_clusters, outputs) if config.num_clusters else ())
 
 
 @torch.enable_grad()
@@ -98,25 +77,6 @@ def fitted_heads(target: Target, draft_vocab: torch.Tensor | None = None) -> Med
     return heads.eval().requires_grad_(False)
 
 
-def perturbed(target: Target, vocabulary: int = 0, noise: float = 0.06, **config: Any) -> Target:
-    """A copy of the target with perturbed weights, optionally with another size of the vocabulary and other fields of
-    its config."""
-    model = copy.deepcopy(target.model)
-    for name, value in config.items():
-        setattr(model.config, name, value)
-    if vocabulary:
-        model.resize_token_embeddings(vocabulary, mean_resizing=False)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * noise * weight.std())
-    return Target(model, None, "ssm", "")
-
-
-def some_ids(target: Target) -> torch.Tensor:
-    return torch.tensor([token for token in range(target.vocab_size) if token % 5 != 2])
-
-
 _HEADS: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
 
 
@@ -129,15 +89,15 @@ def medusa_drafter(target: Target, kind: str | None, draft_vocab: bool = False) 
     heads = MedusaHeads.for_target(target, 3, 1, "shared", None if ids is None else len(ids)).requires_grad_(False)
     heads.load_state_dict(_HEADS[key])
     outputs = heads.config.outputs
-    return MedusaDrafter(heads, TREE, target, shortlist=None if kind is None else shortlist(kind, outputs))
+    return MedusaDrafter(heads, SPARSE, target, shortlist=None if kind is None else shortlist(kind, outputs))
 
 
 def ssm_drafter(target: Target, kind: str | None, draft_vocab: bool = False, vocabulary: int = 0) -> DraftModelDrafter:
     ids = some_ids(target) if draft_vocab else None
-    model = perturbed(target, vocabulary, 0.5 if target.vocab_size == 5 else 0.06)
+    model = perturbed(target, 0.0025 if target.vocab_size == 5 else 0.06, vocabulary)
     outputs = min(target.vocab_size, model.vocab_size) if ids is None else len(ids)
     chosen = None if kind is None else shortlist(kind, outputs)
-    return DraftModelDrafter(model, target, TREE, draft_vocab=ids, shortlist=chosen)
+    return DraftModelDrafter(model, target, SPARSE, draft_vocab=ids, shortlist=chosen)
 
 
 MAKE = {"medusa": medusa_drafter, "ssm": ssm_drafter}
@@ -176,24 +136,6 @@ def watched(drafter: MedusaDrafter | DraftModelDrafter) -> list[Step]:
     return steps
 
 
-def allowed(head: ShortlistHead, ids: torch.Tensor, depth: int, text: list[int], scores: torch.Tensor | None) -> list:
-    """The target's tokens of a level's shortlist, from the definition. ``scores [M]``: of the level's clusters."""
-    tokens, count = ids[head.order].tolist(), head.config.tokens(depth)
-    if head.config.shortlist == "in_context":
-        known = {*text, 0}
-        return [t for row, t in enumerate(tokens) if row < head.config.static or t in known][:count]
-    if scores is None:
-        return tokens[:count]
-    found: list[int] = []
-    wanted = scores.sort(descending=True, stable=True).indices.tolist()[: head.config.wanted(depth)]
-    for turn, cluster in enumerate(wanted):
-        own = tokens[int(head.starts[cluster]) : int(head.starts[cluster + 1])]
-        if turn and len(found) + len(own) > count:
-            break
-        found += own[:count]
-    return found
-
-
 def ids_of(drafter: MedusaDrafter | DraftModelDrafter) -> torch.Tensor:
     if isinstance(drafter, MedusaDrafter):
         ids, outputs = drafter.heads.draft_vocab, drafter.heads.config.outputs
@@ -211,10 +153,10 @@ def check_medusa_step(drafter: MedusaDrafter, head: ShortlistHead, text: list[in
         scores = None
         if head.router is not None:
             scores = head.router(target.embeddings(torch.tensor(text[-1])), feature, depth)
-        inside = allowed(head, ids_of(drafter), depth, text, scores)
+        inside = listed_tokens(head, ids_of(drafter), depth, text, scores)
         sizes.add(len(inside))
         best = sorted(inside, key=lambda t: -float(feature @ target.lm_head.weight[t]))
-        for node, path in enumerate(TREE.paths, 1):
+        for node, path in enumerate(SPARSE.paths, 1):
             if len(path) == depth + 1:
                 assert tokens[node] == (best[path[-1]] if path[-1] < len(best) else 0), "0 stands for padding"
     return sizes
@@ -237,7 +179,7 @@ def check_ssm_step(
                 hidden[node] = model.hidden(read)[0, -1]
                 if head.router is not None:
                     scores.append(head.router(model.embeddings(read[0, -1]), hidden[node], depth))
-        inside = allowed(head, ids_of(drafter), depth, text, torch.stack(scores).amax(0) if scores else None)
+        inside = listed_tokens(head, ids_of(drafter), depth, text, torch.stack(scores).amax(0) if scores else None)
         sizes.add(len(inside))
         for node in nodes:
             p, best = model.logits(hidden[node])[inside].softmax(-1).sort(descending=True)
@@ -276,7 +218,7 @@ def check_drafts(target: Target, drafter: MedusaDrafter | DraftModelDrafter, row
 @pytest.mark.parametrize("family", MAKE)
 def test_drafts_are_the_best_of_each_levels_shortlist(make_target, family, kind):
     """And the text is plain decoding's; with 1 and 3 rows, eager and static, with and without a draft vocabulary."""
-    target = phrases(make_target)
+    target = suite.phrases(make_target)
     for rows, static, cut in ((1, False, False), (3, False, True), (3, True, False), (1, True, True)):
         sizes = check_drafts(target, MAKE[family](target, kind, cut), rows, static)
         outputs = 49 if cut else 61
@@ -286,7 +228,7 @@ def test_drafts_are_the_best_of_each_levels_shortlist(make_target, family, kind)
 @pytest.mark.parametrize("vocabulary", [57, 64])
 def test_an_ssm_of_another_vocabulary_size(make_target, vocabulary):
     """Its rows beyond the target's are never drafted; tokens beyond its own are read as its last."""
-    target = phrases(make_target)
+    target = suite.phrases(make_target)
     drafter = ssm_drafter(target, "dynaspec", vocabulary=vocabulary)
     assert drafter.shortlists is not None and len(drafter.shortlists.weight) == min(61, vocabulary)
     check_drafts(target, drafter, 3, False)
@@ -299,7 +241,7 @@ def test_an_ssms_own_cap(make_target):
     target = make_target("gemma2")
     model = perturbed(target, noise=0.1, final_logit_softcapping=3.0)
     for kind in ("fr_spec", "dynaspec"):
-        drafter = DraftModelDrafter(model, target, TREE, shortlist=shortlist(kind, 61))
+        drafter = DraftModelDrafter(model, target, SPARSE, shortlist=shortlist(kind, 61))
         check_drafts(target, drafter, 3, False)
 
 
@@ -311,27 +253,27 @@ def test_the_text_is_the_targets_own(make_target, family):
     def make(kind):
         return lambda target: MAKE[family](target, kind)
 
-    for check in (check_greedy, check_coupled, check_seeds, check_static, check_warm_up):
+    for check in (suite.check_greedy, suite.check_coupled, suite.check_seeds, suite.check_static, suite.check_warm_up):
         check(make_target, make("in_context"))
-    check_static(make_target, make("dynaspec"))
-    check_coupled(make_target, make("dynaspec"))
+    suite.check_static(make_target, make("dynaspec"))
+    suite.check_coupled(make_target, make("dynaspec"))
 
 
 @pytest.mark.parametrize("kind", ["in_context", "dynaspec"])
 def test_sampling_from_an_ssm_is_exact(make_target, kind):
     """With lists of three of five tokens; the check is χ²'s."""
-    drafter = ssm_drafter(soft(make_target), kind)
+    drafter = ssm_drafter(suite.soft(make_target), kind)
     assert drafter.shortlists is not None and drafter.shortlists.config.capacity[0] == 3
-    check_sampling(make_target, lambda t: ssm_drafter(t, kind), "cut", count=TEXTS, rows=TEXTS, static=True)
+    suite.check_sampling(make_target, lambda t: ssm_drafter(t, kind), "cut", count=TEXTS, rows=TEXTS, static=True)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
 def test_accepted_nodes_of_other_drafters_are_read(make_target, static):
     """In a merge, in-context lists hold what other drafters proposed, if it was accepted."""
-    target = phrases(make_target)
+    target = suite.phrases(make_target)
     heads, model = medusa_drafter(target, "in_context"), ssm_drafter(target, "in_context")
-    heads.acceptances = [0.5 ** len(path) for path in TREE.paths]
-    heads._take(TREE)
+    heads.acceptances = [0.5 ** len(path) for path in SPARSE.paths]
+    heads._take(SPARSE)
     steps = [watched(heads), watched(model)]
     merged = MergedDrafter({"more": ssm_drafter(target, None), "heads": heads, "ssm": model}, target, 40)
     results = SpeculativeDecoder(target, merged, static=static).generate(PROMPTS, 30, stop_ids=NONE)
@@ -363,12 +305,12 @@ def drafts_of(drafter: MedusaDrafter | DraftModelDrafter, target: Target) -> Dra
 @torch.no_grad()
 def test_rollouts_are_what_the_engine_chose_by(make_target, family, cut):
     """At the root, and at the nodes of the true tokens; the rollouts' logits are the LM head's."""
-    target = phrases(make_target)
+    target = suite.phrases(make_target)
     drafter = MAKE[family](target, "dynaspec", cut)
     steps = watched(drafter)
-    results = SpeculativeDecoder(target, drafter).generate(PROMPTS, 30, stop_ids=NONE)
+    results = SpeculativeDecoder(target, drafter).generate(PROMPTS, 60, stop_ids=NONE)
     whole = [prompt + result.tokens for prompt, result in zip(PROMPTS, results, strict=True)]
-    tokens, supervised = torch.zeros(3, 60, dtype=torch.int32), torch.zeros(3, 60, dtype=torch.bool)
+    tokens, supervised = torch.zeros(3, 90, dtype=torch.int32), torch.zeros(3, 90, dtype=torch.bool)
     for row, (prompt, text) in enumerate(zip(PROMPTS, whole, strict=True)):
         tokens[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
         supervised[row, len(prompt) : len(text)] = True
@@ -416,34 +358,17 @@ def text(target):
     return answer(target, prompts, 24, 2)
 
 
-def write_base(folder: Path, target: Target, family: str, count: int = 1, projection: str = "shared") -> None:
-    """Untrained heads, or SSMs that are the target with noise, with a draft vocabulary; the heads without."""
+def write_shortlists(folder: Path, target: Target, family: str, kind: str, count: int = 1, projection="shared") -> Path:
+    """Of heads near the LM head, or SSMs that are the target with noise, with a draft vocabulary."""
     if family == "medusa":
-        heads = MedusaHeads.for_target(target, 3, 1, projection)
-        generator = torch.Generator().manual_seed(0)
-        heads.weight.data.copy_(0.1 * torch.randn(heads.weight.shape, generator=generator))
-        return write_drafter(folder, family, heads.config.to_dict(), heads.state_dict(), target, {})
-    for number in range(count):
-        perturbed(target, noise=0.02).model.save_pretrained(folder / f"ssm-{number}")
-        target.tokenizer.save_pretrained(folder / f"ssm-{number}")
-    shape = {
-        "num_ssms": count,
-        "draft_vocab_size": 250,
-        "vocab_size": target.vocab_size,
-        "mark_tokens": 4,
-        "coverage": [0.5] * count,
-        "overlap": [[1.0] * count] * count,
-    }
-    parts, weights = [f"ssm-{number}" for number in range(count)], {"draft_vocab": torch.arange(0, 250) + 50}
-    return write_drafter(folder, family, shape, weights, target, {}, parts=parts)
-
-
-def write_shortlists(folder: Path, target: Target, family: str, kind: str, **base: Any) -> Path:
-    write_base(folder / "drafter", target, family, **base)
+        heads = noisy_heads(target, 0.1, projection)
+        write_drafter(folder / "drafter", family, heads.config.to_dict(), heads.state_dict(), target, {})
+    else:
+        tiny.write_ensemble(folder / "drafter", target, [0.02] * count, torch.arange(50, 300))
     head = shortlist(kind, 300 if family == "medusa" else 250)
     weights = {name: w.int() if name in ("order", "starts") else w for name, w in head.state_dict().items()}
     write_drafter(folder, "dynaspec", head.config.to_dict(), weights, target, {}, parts=["drafter"])
-    write_json(folder / "tree.json", {"paths": [list(path) for path in TREE.paths]})
+    write_json(folder / "tree.json", {"paths": [list(path) for path in SPARSE.paths]})
     return folder
 
 
@@ -462,7 +387,7 @@ def test_loaded_by_name(target, text, tmp_path, family, kind):
     calibration = dynaspec.calibration(*stored)
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     occurs((ranks == 0).any(), "by the whole LM head")
-    one, other = (calibration.build(target, tree) for tree in (TREE, Topology(((0,), (1,)))))
+    one, other = (calibration.build(target, tree) for tree in (SPARSE, Topology(((0,), (1,)))))
     assert isinstance(one, MedusaDrafter | DraftModelDrafter) and isinstance(other, MedusaDrafter | DraftModelDrafter)
     assert one.shortlists is not None and other.shortlists is not None and one.shortlists is not other.shortlists
     assert one.shortlists.weight is other.shortlists.weight, "the LM head's rows are copied once"

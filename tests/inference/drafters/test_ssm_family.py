@@ -1,13 +1,13 @@
 """Ensembles of SSMs are loaded, calibrated, decoded with and reported on by the real commands."""
 
-import copy
 import json
 import shutil
 
 import pytest
 import torch
 from draws import occurs
-from safetensors.torch import save_file
+from faults import config, error_of, tensors
+from tiny_models import write_ensemble
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from draftsmith.common.files import write_json
@@ -23,43 +23,17 @@ from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.verify.tree import Topology, read_trees
-from draftsmith.models.artifact import read_drafter, write_drafter
+from draftsmith.models.artifact import read_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import most_frequent
 
-PROMPTS = ["import os", "def read(path):", "The software is provided", "copyright notice"]
 MARK = 4
-OPTIONS = ("--device", "cpu", "--dtype", "float32")
-
-
-def write_ensemble(folder, target, noises, ids):
-    """SSMs that are the target with noise on its weights; ``noises``: of each, in standard deviations."""
-    count = len(noises)
-    for number, noise in enumerate(noises):
-        model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(number)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(torch.randn(weight.shape, generator=generator) * noise * weight.std())
-        model.save_pretrained(folder / f"ssm-{number}")
-        target.tokenizer.save_pretrained(folder / f"ssm-{number}")
-    shape = {
-        "num_ssms": count,
-        "draft_vocab_size": None if ids is None else len(ids),
-        "vocab_size": target.vocab_size,
-        "mark_tokens": MARK,
-        "coverage": [0.25, 0.375, 0.5][:count],
-        "overlap": [[1.0 if i == j else 0.5 for j in range(count)] for i in range(count)],
-    }
-    weights = {} if ids is None else {"draft_vocab": ids}
-    write_drafter(folder, "ssm", shape, weights, target, {}, parts=[f"ssm-{number}" for number in range(count)])
-    return folder
+OPTIONS = "--device cpu --dtype float32"
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    return file
+def prompts(four_prompts):
+    return four_prompts
 
 
 @pytest.fixture(scope="module")
@@ -89,23 +63,22 @@ def ensemble(tmp_path, stored):
     return folder
 
 
-def test_calibrated(run_main, stored, prompts, target, text, ids, monkeypatch):
+def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, monkeypatch):
     """The trees, and the facts in tree.json; the simulated τ is that of the engine with these trees."""
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
-    early = run_main(decode.main, stored, "--prompts", prompts)
+    early = run_decode(f"{stored} --prompts {prompts}")
     assert early == (2, "", f"error: {stored}: has no tree.json yet; run: python inference/calibrate.py {stored}\n")
     refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "nobody/nothing")
     message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
     assert refused == (2, "", f"error: {message}\n")
-    options = ("--prompts", prompts, "--max-new-tokens", 32, *OPTIONS)
+    options = f"--prompts {prompts} --max-new-tokens 32 {OPTIONS}"
     monkeypatch.setattr(ssm.Ensemble, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
-    code, out, err = run_main(calibrate.main, stored, *options, "--nodes", 12, "--seconds", 2)
+    code, out, err = run_main(calibrate.main, stored, *options.split(), "--nodes", 12, "--seconds", 2)
     assert code == 0 and f"{stored / 'tree.json'}: 12 nodes (" in out, err
     tree = json.loads((stored / "tree.json").read_text())
     trees = read_trees(stored / "tree.json", 2)
     assert sum(map(len, tree["parts"])) == 11 and len(trees) == 2
-    _, config, weights = read_drafter(str(stored))
-    calibration = ssm.calibration(stored, config, weights)
+    calibration = ssm.calibration(*read_drafter(str(stored)))
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     assert ranks.shape == (*text["tokens"].shape, 2, 8)
     outside = ~torch.isin(text["tokens"].long(), ids)
@@ -200,33 +173,17 @@ def test_an_lm_head_with_bias(make_target, greedy_texts):
     assert biased.float().mean() > 0.2, "the bias changes hardly any draft"
 
 
-def test_decoded(run_main, ensemble, prompts, tmp_path):
+def test_decoded(report_of, ensemble, prompts):
     """Greedily and by sampling, alone and with n-grams; who proposed what was accepted, and the line on the SSMs."""
-    name = str(ensemble)
+    sampled, both = "--mode sample --temperature 0.8 --seed 1", ["ssm-0", "ssm-1"]
+    options = f"--prompts {prompts} --max-new-tokens 24 --baseline none --check-lossless --all-nodes {OPTIONS}"
     for drafter, mode, sources in (
-        (name, (), ["ssm-0", "ssm-1"]),
-        (f"{name}+ngram", (), ["ssm-0", "ssm-1", "ngram"]),
-        (name, ("--mode", "sample", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
-        (name, ("--mode", "sample", "--verify", "mss", "--temperature", 0.8, "--seed", 1), ["ssm-0", "ssm-1"]),
+        (ensemble, "", both),
+        (f"{ensemble}+ngram", "", [*both, "ngram"]),
+        (ensemble, sampled, both),
+        (ensemble, f"{sampled} --verify mss", both),
     ):
-        code, _, err = run_main(
-            decode.main,
-            drafter,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            24,
-            "--baseline",
-            "none",
-            "--check-lossless",
-            "--all-nodes",
-            "--report",
-            tmp_path / "report",
-            *mode,
-            *OPTIONS,
-        )
-        assert code == 0, err
-        found = json.loads((tmp_path / "report" / "report.json").read_text())
+        found, err = report_of(f"{drafter} {options} {mode}")
         assert found["lossless"]["passed"] and list(found["sources"]) == sources
         assert found["mean_accepted_length"] > 1.3
         accepted = [found["sources"][source]["accepted_tokens"] for source in sources[:2]]
@@ -294,12 +251,10 @@ def test_levels_are_weighed():
     ],
 )
 def test_damaged_configs(run_main, ensemble, field, value, said):
-    config = json.loads((ensemble / "config.json").read_text())
-    write_json(ensemble / "config.json", config | {field: value})
+    config(**{field: value})(ensemble)
     for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
-        code, _, err = run_main(main, ensemble, *options, "--target", "nobody/nothing")
-        assert code == 2 and err.startswith(f"error: {ensemble}/") and err.count("\n") == 1
-        assert err.endswith(f"{said}\n"), err
+        error = error_of(run_main(main, ensemble, *options, "--target", "nobody/nothing"))
+        assert error.startswith(f"{ensemble}/") and error.endswith(said)
 
 
 @pytest.mark.parametrize(
@@ -312,20 +267,17 @@ def test_damaged_configs(run_main, ensemble, field, value, said):
         ({"parts": [[[0]], [[299]]]}, "the tree asks for rank 299 of a vocabulary of "),
     ],
 )
-def test_damaged_trees(run_main, ensemble, tree, said):
+def test_damaged_trees(run_decode, ensemble, tree, said):
     write_json(ensemble / "tree.json", tree)
-    code, _, err = run_main(decode.main, ensemble, "--prompt", "a", "--target", "nobody/nothing")
-    assert code == 2 and err.startswith(f"error: {ensemble / 'tree.json'}: {said}") and err.count("\n") == 1
+    error = error_of(run_decode(f"{ensemble} --prompt a --target nobody/nothing"))
+    assert error.startswith(f"{ensemble / 'tree.json'}: {said}")
 
 
-def test_damaged_parts(run_main, ensemble, stored):
+def test_damaged_parts(run_decode, ensemble, stored):
     """One that is missing; one that is no causal LM; one of another vocabulary; a draft vocabulary out of order."""
 
     def fails(said):
-        code, _, err = run_main(decode.main, ensemble, "--prompt", "a", *OPTIONS)
-        *before, line = err.splitlines()  # before it, what was chosen for the target that is loaded first
-        assert code == 2 and line.startswith("error: ") and said in line, err
-        assert all(each.startswith("precision: ") for each in before)
+        assert said in error_of(run_decode(f"{ensemble} --prompt a {OPTIONS}"))
 
     part = ensemble / "ssm-1"
     tokenizer = json.loads((part / "tokenizer.json").read_text())
@@ -339,13 +291,12 @@ def test_damaged_parts(run_main, ensemble, stored):
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     shutil.copytree(stored / "ssm-0", part)
     BertModel(BertConfig(**small)).save_pretrained(part)
-    text = json.loads((part / "config.json").read_text())
-    write_json(part / "config.json", text | {"model_type": "clip"})
+    config("ssm-1", model_type="clip")(ensemble)
     fails("'clip' is no causal language model")
     shutil.rmtree(part)
     shutil.copytree(stored / "ssm-1", part)
-    _, config, weights = read_drafter(str(ensemble))
-    save_file({"draft_vocab": weights["draft_vocab"].flip(0).contiguous()}, ensemble / "model.safetensors")
+    _, shape, weights = read_drafter(str(ensemble))
+    tensors(draft_vocab=weights["draft_vocab"].flip(0).contiguous())(ensemble)
     fails("'draft_vocab' does not ascend, or holds an id twice")
-    save_file({"draft_vocab": weights["draft_vocab"] + config["vocab_size"]}, ensemble / "model.safetensors")
-    fails(f"the target's are 0 to {config['vocab_size'] - 1}")
+    tensors(draft_vocab=weights["draft_vocab"] + shape["vocab_size"])(ensemble)
+    fails(f"the target's are 0 to {shape['vocab_size'] - 1}")

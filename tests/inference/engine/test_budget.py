@@ -10,6 +10,7 @@ import pytest
 import torch
 from eagles import TREES, fitted
 from lossless_suite import STARTS, check_coupled, check_greedy, phrases
+from tiny_models import PATHS, RATES, noisy_heads
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -23,20 +24,13 @@ from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import why_no_graph
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.medusa import MedusaHeads
 
-PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))
-RATES = (0.6, 0.3, 0.2, 0.05, 0.1, 0.04, 0.2, 0.1, 0.03, 0.1, 0.02)
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12], [21, 6, 17, 40, 8]]
 
 
 def drafter_of(target, acceptances=RATES):
     """Heads near the LM head, which the random target's own text agrees with now and then."""
-    torch.manual_seed(2)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    with torch.no_grad():
-        heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
-    drafter = MedusaDrafter(heads, Topology(PATHS), target, acceptances)
+    drafter = MedusaDrafter(noisy_heads(target, 0.1, "shared", seed=2), Topology(PATHS), target, acceptances)
     drafter.chooses = True
     return drafter
 
@@ -103,14 +97,8 @@ def test_the_nodes_of_highest_speed_are_kept(rows, cached):
         chooses = Budget(costs.seconds, rows, [False], 4, 12)
         chooses.start([cached] * rows, active)
         found = chooses.keep(torch.tensor(acceptance))
-        sums = [
-            sum(
-                sum(sorted(row, reverse=True)[:count])
-                for row, is_active in zip(acceptance, active, strict=True)
-                if is_active
-            )
-            for count in range(1, 13)
-        ]
+        own = [sorted(row, reverse=True) for row, is_active in zip(acceptance, active, strict=True) if is_active]
+        sums = [sum(sum(row[:count]) for row in own) for count in range(1, 13)]
         speeds = [total / costs.seconds(rows, cached, count) for count, total in enumerate(sums, 1)]
         assert speeds[found - 1] == pytest.approx(max(speeds), rel=1e-6)
         counts.add(found)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from eagles import SPARSE, untrained
+from eagles import untrained
 from lossless_suite import CaptureSimulation, caches, simulate_capture
+from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
@@ -75,9 +76,8 @@ def captures(tree: ast.AST, inside: bool = False) -> Iterator[tuple[int, bool]]:
         for statement in tree.body:
             yield from captures(statement, inside)
         return
-    if isinstance(tree, ast.Call) and ast.unparse(tree.func).endswith(
-        ("cuda.graph", ".capture_begin", "graphed_callables")
-    ):
+    names = ("cuda.graph", ".capture_begin", "graphed_callables")
+    if isinstance(tree, ast.Call) and ast.unparse(tree.func).endswith(names):
         yield tree.lineno, inside
     for child in ast.iter_child_nodes(tree):
         yield from captures(child, inside)
@@ -92,11 +92,8 @@ def test_every_capture_is_without_collections():
         if "graph" in (text := file.read_text(encoding="utf-8"))
         for line, inside in captures(ast.parse(text))
     }
-    assert {file for file, _ in found} >= {
-        "kernels/measured.py",
-        "benchmarks/kernel_times.py",
-        "inference/engine/step.py",
-    }
+    known = {"kernels/measured.py", "benchmarks/kernel_times.py", "inference/engine/step.py"}
+    assert {file for file, _ in found} >= known
     assert all(found.values()), [where for where, inside in found.items() if not inside]
     assert [*captures(ast.parse("with torch.cuda.graph(g), no_collection():\n    pass"))] == [(1, False)]
 
@@ -105,10 +102,6 @@ def test_every_capture_is_without_collections():
 def no_kernels_of_a_cpu(monkeypatch):
     """The operations of steps, one by one, as on a GPU."""
     monkeypatch.setattr(cpu, "runs", lambda tensor: False)
-
-
-PATHS = ((0,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 1), (0, 1, 0), (1,), (1, 0), (1, 1), (2,), (2, 0))
-RATES = (0.6, 0.3, 0.2, 0.05, 0.1, 0.04, 0.2, 0.1, 0.03, 0.1, 0.02)
 
 
 def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeypatch):
@@ -153,27 +146,15 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
 
 def shortlist(target: Target, kind: str) -> ShortlistHead:
     """Lists of 12, 9 and 8 tokens of the whole vocabulary."""
-    sizes = {"capacity": (12, 9, 8)}
     if kind == "in_context":
-        config = ShortlistConfig(kind, 61, **sizes, static=4)
-    else:
-        config = ShortlistConfig(
-            kind, 61, **sizes, clusters=(3, 2, 2), num_clusters=8, router_width=8, embedding_size=32, feature_size=32
-        )
-    torch.manual_seed(5)
-    head = ShortlistHead(config)
-    head.order.copy_(torch.randperm(61))
-    if head.router is not None:
-        head.starts.copy_(torch.tensor([0, 3, 9, 14, 20, 31, 44, 50, 61]))
-    return head.eval().requires_grad_(False)
+        return random_shortlists(ShortlistConfig(kind, 61, (12, 9, 8), static=4))
+    sizes = {"num_clusters": 8, "router_width": 8, "embedding_size": 32, "feature_size": 32}
+    config = ShortlistConfig(kind, 61, (12, 9, 8), clusters=(3, 2, 2), **sizes)
+    return random_shortlists(config, [0, 3, 9, 14, 20, 31, 44, 50, 61])
 
 
 def heads(target: Target, **options: Any) -> MedusaDrafter:
-    torch.manual_seed(1)
-    found = MedusaHeads.for_target(target, 3, 1, "shared")
-    with torch.no_grad():
-        found.weight.normal_(std=0.1)
-    return MedusaDrafter(found, Topology(PATHS), target, RATES, **options)
+    return MedusaDrafter(noisy_heads(target, 0.1, "shared"), Topology(PATHS), target, RATES, **options)
 
 
 def eagle(target: Target, tree: Any, kind: str = "eagle3", **options: Any) -> EagleDrafter:
@@ -229,52 +210,30 @@ def target(make_target):
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_graph_can_hold_steps_of(target, name):
-    modes: tuple[Mode, ...] = (
-        MODES if name in ("plain", "medusa") else ("greedy", "sample", "mss")
-    )  # typical drafts are greedy
-    for mode in modes:
+    for mode in MODES if name in ("plain", "medusa") else ("greedy", "sample", "mss"):  # typical drafts are greedy
         with begun(target, MAKE[name](target), mode) as step:
             simulate_capture(step)
 
 
+# What a step must not do with a drafter and its state, by what is said of it.
+READS: dict[str, Callable[[Any, Any], object]] = {
+    "item in a static step": lambda drafter, state: state.root[0].item(),
+    "tolist in a static step": lambda drafter, state: state.root.tolist(),
+    "__bool__ in a static step": lambda drafter, state: 1 if state.root[0] > 3 else 2,
+    "index by a mask": lambda drafter, state: state.root[state.root > 3],
+    "index_put_ by a mask": lambda drafter, _: drafter.cached.index_put_((drafter.cached < 0,), drafter.cached[0]),
+    "where in a static step": lambda drafter, state: torch.where(state.root > 3),
+    "tensor of the host's data": lambda drafter, state: torch.tensor([1, 2], device=state.root.device),
+    "arange of the host's data": lambda drafter, state: state.root + torch.arange(2),
+}
+
+
 class Reading(EagleDrafter):
+    read: Callable[[Any, Any], object]
+
     def propose(self, state):
-        assert self.read(state) is not None
+        assert self.read(self, state) is not None
         return super().propose(state)
-
-    def read(self, state):
-        return state.root[0].item()
-
-
-class Listing(Reading):
-    read = lambda self, state: state.root.tolist()  # noqa: E731
-
-
-class Deciding(Reading):
-    def read(self, state):
-        return 1 if state.root[0] > 3 else 2
-
-
-class Selecting(Reading):
-    def read(self, state):
-        return state.root[state.root > 3]
-
-
-class Masking(Reading):
-    def read(self, state):
-        return self.cached.index_put_((self.cached < 0,), self.cached[0])
-
-
-class Finding(Reading):
-    read = lambda self, state: torch.where(state.root > 3)  # noqa: E731
-
-
-class Copying(Reading):
-    read = lambda self, state: torch.tensor([1, 2], device=state.root.device)  # noqa: E731
-
-
-class OnTheHost(Reading):
-    read = lambda self, state: state.root + torch.arange(2)  # noqa: E731
 
 
 class Moving(EagleDrafter):
@@ -336,14 +295,7 @@ class Unfilled(Scratch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (Reading, "item in a static step"),
-        (Listing, "tolist in a static step"),
-        (Deciding, "__bool__ in a static"),
-        (Selecting, "index by a mask"),
-        (Masking, "index_put_ by a mask"),
-        (Finding, "where in a static step"),
-        (Copying, "tensor of the host's data"),
-        (OnTheHost, "arange of the host's data"),
+        *((Reading, message) for message in READS),
         (Moving, "reads what another one has elsewhere"),
         (Keeping, "reads what another one has elsewhere"),
         (Forgetting, r"buffers\(\) does not name it"),
@@ -353,6 +305,7 @@ class Unfilled(Scratch):
 )
 def test_steps_that_no_graph_can_hold_are_found(target, wrong, message):
     drafter = wrong(untrained(target), target, (2, 1))
+    drafter.read = READS.get(message)
     with begun(target, drafter, "greedy") as step, pytest.raises(AssertionError, match=message):
         simulate_capture(step)
 

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from tiny_models import noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 NONE = frozenset()
@@ -22,12 +22,7 @@ TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,)))
 
 def heads_of(target):
     """Slightly perturbed heads: some of their drafts are accepted."""
-    torch.manual_seed(2)
-    heads = MedusaHeads.for_target(target, 3, 1, "own")
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return MedusaDrafter(heads, TREE, target)
+    return MedusaDrafter(noisy_heads(target, 0.05, seed=2), TREE, target)
 
 
 def decode(decoder, prompts, mode):

@@ -61,6 +61,7 @@ WRONG = [
     ({"stop_strings": "ab"}, "prompt 2: stop_strings 'ab': must be a list of texts"),
     ({"stop_strings": [1]}, "prompt 2: stop_strings [1]: must be a list of texts"),
     ({"stop_strings": None}, "prompt 2: stop_strings None: must be a list of texts"),
+    ({"stop_strings": ("x", "")}, "prompt 2: an empty stop string would end every text; leave it out"),
     ({"stop_strings": ["a"]}, "prompt 2: stop strings need a target with a tokenizer"),
 ]
 
@@ -88,11 +89,12 @@ def test_numbers_of_numpy_and_torch(decoder):
     assert len(long.tokens) == 56 and long.finish_reason == "context"
 
 
-@pytest.mark.parametrize("size", [2.0, True, "2", 10**20 + 0.5])
+@pytest.mark.parametrize("size", [2.0, True, "2", 10**20 + 0.5, 0, -1])
 def test_batch_sizes(decoder, size):
     with pytest.raises(ValueError) as error:
         decoder.generate([[1]], 3, batch_size=size)
-    assert str(error.value) == f"batch_size {size!r}: must be a whole number"
+    expected = "at least 1" if type(size) is int else "a whole number"
+    assert str(error.value) == f"batch_size {size!r}: must be {expected}"
 
 
 @pytest.mark.parametrize(
@@ -116,11 +118,11 @@ def test_generate(decoder, options, message):
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [float("nan"), float("inf"), 1e40, -1e-300, True, "1", None]),
-        ("top_k", [2.0, True, "5", None, -(10**21)]),
-        ("top_p", [float("nan"), float("inf"), 0.0, True, "1", None]),
-        ("min_p", [float("nan"), -1e-300, 1.0, False, None]),
-        ("repetition_penalty", [float("nan"), float("inf"), 1e-300, 1e-40, 1e40, 0.009, 101, True, None]),
+        ("temperature", [float("nan"), float("inf"), 1e40, -1, -1e-300, True, "1", None]),
+        ("top_k", [2.0, True, "5", None, -1, -(10**21)]),
+        ("top_p", [float("nan"), float("inf"), 0, 0.0, 1.1, True, "1", None]),
+        ("min_p", [float("nan"), -1e-300, 1, 1.0, False, None]),
+        ("repetition_penalty", [float("nan"), float("inf"), 0, 1e-300, 1e-40, 1e40, 0.009, 101, True, None]),
         ("epsilon", [float("nan"), float("inf"), 0, True, None]),
         ("seed", [1 << 62, 1.0, True, None, -1]),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from draws import near_tie
 
-from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import COMPILE_OPTIONS
 from draftsmith.inference.verify.sampling import Sampling
@@ -110,31 +110,6 @@ def test_repetition_penalty_with_a_drafter(make_target, penalty, mode, rows, sta
     assert {len(set(r.accepted)) > 1 or drafts != "some right" for r in results} == {True}
     if drafts == "all right":
         assert all(set(r.accepted[:-1]) == {3} for r in results)
-
-
-@pytest.mark.parametrize("mode", ["sample", "mss"])
-@pytest.mark.parametrize("static", [False, True])
-def test_a_row_refilled_with_other_parameters(make_target, static, mode):
-    """One row, one request after the other: nothing of the previous one remains."""
-    target = make_target("llama")
-    each = [
-        Sampling(seed=1, min_p=0.5),
-        Sampling(seed=2),
-        Sampling(seed=3, min_p=0.2),
-        Sampling(seed=4, top_k=2),
-        Sampling(seed=5, top_p=0.3),
-        Sampling(seed=6, temperature=3.0),
-        Sampling(seed=7, repetition_penalty=2.0),
-        Sampling(seed=8),
-        Sampling(temperature=0),
-        Sampling(seed=9, temperature=1.5),
-    ]
-    requests = [Request(PROMPTS[n % 3], 12, sampling, NONE) for n, sampling in enumerate(each)]
-    alone = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
-    decoder = SpeculativeDecoder(target, static=static)
-    for order in (range(10), [8, 1, 0, 7, 3, 5, 4, 9, 6, 2]):
-        together = decoder.serve([requests[n] for n in order], 1, mode=mode)
-        assert [r.tokens for r in together] == [alone[n] for n in order]
 
 
 def test_options_of_compiling_exist():

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from draftsmith.inference import decode
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.evaluation import timing
 from draftsmith.inference.evaluation.report import SPEEDUPS
@@ -43,30 +42,15 @@ def test_interval_of_the_mean_accepted_length():
 
 
 @pytest.fixture(scope="module")
-def reports(tiny_lm, tmp_path_factory, run_main):
+def reports(tiny_lm, tmp_path_factory, run_decode):
     """Reports of three kinds, one of them unnamed, with two drafters; and what was printed."""
     folder = tmp_path_factory.mktemp("kinds")
     rows = [{"prompt": f"def f{n}(x):\n    return", "kind": "code"} for n in range(6)]
     rows += [{"prompt": f"The {n} " * 9, "kind": "writing"} for n in range(5)] + [{"prompt": "import os\n"}]
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, _, printed = run_main(
-        decode.main,
-        "ngram",
-        "none",
-        "--target",
-        tiny_lm,
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        "40",
-        "--baseline",
-        "transformers",
-        "--threads",
-        "1",
-        "--report",
-        folder,
-    )
+    options = f"--max-new-tokens 40 --baseline transformers --report {folder}"
+    code, _, printed = run_decode(f"ngram none --target {tiny_lm} --prompts {prompts} {options}")
     assert code == 0, printed
     return {name: json.loads((folder / name / "report.json").read_text()) for name in ("ngram", "none")}, printed
 
@@ -74,16 +58,12 @@ def reports(tiny_lm, tmp_path_factory, run_main):
 def test_kinds_add_up(reports):
     for report in reports[0].values():
         kinds = report["kinds"]
-        assert [(kind, figures["prompts"]) for kind, figures in kinds.items()] == [
-            ("code", 6),
-            ("writing", 5),
-            ("other", 1),
-        ]
+        assert {kind: figures["prompts"] for kind, figures in kinds.items()} == {"code": 6, "writing": 5, "other": 1}
+        assert [*kinds] == ["code", "writing", "other"]
+        looping = sum(figures["loops"]["looping_answers"] for figures in kinds.values())
+        assert looping == report["loops"]["looping_answers"]
         for field in ("new_tokens", "steps", "timed_prompts", "pairs"):
             assert sum(figures[field] for figures in kinds.values()) == report[field], field
-        assert (
-            sum(figures["loops"]["looping_answers"] for figures in kinds.values()) == report["loops"]["looping_answers"]
-        )
         committed = sum(figures["mean_accepted_length"] * figures["steps"] for figures in kinds.values())
         assert committed / report["steps"] == pytest.approx(report["mean_accepted_length"], abs=1e-3)
         seconds = sum(figures["new_tokens"] / figures["tokens_per_second"] for figures in kinds.values())
@@ -102,24 +82,9 @@ def test_the_table_shows_kinds(reports):
     assert "code, 6 prompts" in reports[1] and "other, 1 prompt" in reports[1]
 
 
-def test_one_kind_is_no_division(tiny_lm, tmp_path, run_main):
+def test_one_kind_is_no_division(tiny_lm, tmp_path, report_of):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os", "kind": "code"}\n' * 2)
-    code, _, printed = run_main(
-        decode.main,
-        "ngram",
-        "--target",
-        tiny_lm,
-        "--prompts",
-        prompts,
-        "--max-new-tokens",
-        "4",
-        "--baseline",
-        "none",
-        "--threads",
-        "1",
-        "--report",
-        tmp_path,
-    )
-    assert code == 0 and "Tokens before the first loop" not in printed, printed
-    assert json.loads((tmp_path / "report.json").read_text())["kinds"] == {}
+    report, printed = report_of(f"ngram --target {tiny_lm} --prompts {prompts} --max-new-tokens 4 --baseline none")
+    assert "Tokens before the first loop" not in printed, printed
+    assert report["kinds"] == {}

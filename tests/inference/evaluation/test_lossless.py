@@ -19,6 +19,9 @@ from draftsmith.models.target import Target
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
 LENGTH = 12
 TIE = 4  # position in the first output where two tokens are made to tie
+SEEDED = [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.4, top_k=20, seed=4)]
+FILTERS = ({"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.7, "repetition_penalty": 1.5})
+FILTERED = [Sampling(**{"temperature": 1.3, "seed": 5} | kept) for kept in FILTERS]
 
 
 @pytest.fixture
@@ -28,34 +31,6 @@ def target(make_target):
 
 def plain(target, prompts=PROMPTS, length=LENGTH):
     return [result.tokens for result in SpeculativeDecoder(target).generate(prompts, length)]
-
-
-def test_identical(target):
-    reference = plain(target)
-    seen = []
-    check = check_texts(target, PROMPTS, reference, reference, seen.append)
-    assert check.to_dict() == {
-        "mode": "greedy",
-        "checked": 2 * LENGTH,
-        "identical": True,
-        "near_ties": 0,
-        "mismatches": 0,
-        "tolerance": 0.0,
-        "bitwise": False,
-        "p_value": None,
-    }
-    assert seen == [1, 2]
-
-
-@pytest.mark.parametrize("place", [0, 5, LENGTH - 1])
-def test_a_wrong_token_is_a_mismatch(target, place):
-    reference = plain(target)
-    output = [list(row) for row in reference]
-    output[1][place] = (output[1][place] + 1) % target.vocab_size
-    check = check_texts(target, PROMPTS, output, reference)
-    assert not check.identical and check.near_ties == 0
-    assert check.mismatches >= 1
-    assert 0 < check.tolerance < 1e-3
 
 
 def test_an_output_that_ends_wrongly_is_a_mismatch(target):
@@ -206,35 +181,25 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
 
 # ---- coupled sampling
 
-SEEDED = [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.4, top_k=20, seed=4)]
-FILTERED = [
-    Sampling(temperature=1.3, top_k=6, seed=5),
-    Sampling(temperature=1.3, top_p=0.7, seed=5),
-    Sampling(temperature=1.3, min_p=0.1, seed=5),
-    Sampling(temperature=0.7, repetition_penalty=1.5, seed=5),
-]
-
 
 def sampled(target, samplings=SEEDED, prompts=PROMPTS, length=LENGTH):
     results = SpeculativeDecoder(target).generate(prompts, length, mode="sample", sampling=samplings)
     return [result.tokens for result in results]
 
 
-def test_sampled_texts_that_are_identical(target):
-    reference = sampled(target)
-    assert reference != plain(target)
-    for bitwise in (False, True):
-        check = check_texts(target, PROMPTS, reference, reference, bitwise=bitwise, samplings=SEEDED)
-        assert check.passed and check.to_dict() == {
-            "mode": "sample",
-            "checked": 2 * LENGTH,
-            "identical": True,
-            "near_ties": 0,
-            "mismatches": 0,
-            "tolerance": 0.0,
-            "bitwise": bitwise,
-            "p_value": None,
-        }
+def texts(target, samplings):
+    return plain(target) if samplings is None else sampled(target, samplings)
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("samplings", [None, SEEDED], ids=["greedy", "sample"])
+def test_identical(target, samplings, bitwise):
+    reference, seen = texts(target, samplings), []
+    assert samplings is None or reference != plain(target)
+    check = check_texts(target, PROMPTS, reference, reference, seen.append, bitwise=bitwise, samplings=samplings)
+    fields = {"mode": "sample" if samplings else "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0}
+    fields |= {"mismatches": 0, "tolerance": 0.0, "bitwise": bitwise, "p_value": None}
+    assert check.passed and check.to_dict() == fields and seen == [1, 2]
 
 
 @pytest.mark.parametrize("sampling", [*SEEDED, *FILTERED, Sampling(temperature=0, seed=5)], ids=str)
@@ -248,11 +213,12 @@ def test_the_scores_of_the_check_are_plain_decodings(target, sampling):
 
 
 @pytest.mark.parametrize("place", [0, 5, LENGTH - 1])
-@pytest.mark.parametrize("sampling", [SEEDED[1], *FILTERED], ids=str)
-def test_a_wrong_sampled_token_is_a_mismatch(target, sampling, place):
-    """Also the likeliest token, where the noise takes another, and the end of one text in another's place."""
-    samplings = [SEEDED[0], sampling]
-    reference = sampled(target, samplings)
+@pytest.mark.parametrize("sampling", [None, SEEDED[1], *FILTERED], ids=str)
+def test_a_wrong_token_is_a_mismatch(target, sampling, place):
+    """Of greedy texts, and of sampled ones: also the likeliest token, where the noise takes another, and the end of one
+    text in another's place."""
+    samplings = None if sampling is None else [SEEDED[0], sampling]
+    reference = texts(target, samplings)
     prefix = torch.tensor([PROMPTS[1] + reference[1][:place]])
     with torch.no_grad():
         likeliest = target.logits(target.hidden(prefix))[0, -1].topk(2).indices.tolist()
@@ -263,7 +229,8 @@ def test_a_wrong_sampled_token_is_a_mismatch(target, sampling, place):
             check = check_texts(target, PROMPTS, output, reference, bitwise=bitwise, samplings=samplings)
             assert not check.passed and not check.identical and check.near_ties == 0 and check.mismatches >= 1
             assert bitwise or 0 < check.tolerance < 1e-3
-    assert not check_texts(target, PROMPTS, reference, reference[::-1], samplings=samplings[::-1]).passed
+    if samplings:
+        assert not check_texts(target, PROMPTS, reference, reference[::-1], samplings=samplings[::-1]).passed
 
 
 def tied_by_noise(target, sampling, gap):
@@ -281,11 +248,7 @@ def tied_by_noise(target, sampling, gap):
         row = target.lm_head.weight[second]
         row += hidden * (logit - row @ hidden) / (hidden @ hidden)
     assert sampled(target, sampling)[0][: TIE + 1] == reference[0][: TIE + 1], "the row was to matter there alone"
-    rest = (
-        SpeculativeDecoder(target)
-        .generate([[*prefix, second]], LENGTH - TIE - 1, mode="sample", sampling=sampling)[0]
-        .tokens
-    )
+    (rest,) = sampled(target, sampling, [[*prefix, second]], LENGTH - TIE - 1)
     reference = sampled(target, sampling)
     return reference, [[*reference[0][:TIE], second, *rest], reference[1]]
 

@@ -1,3 +1,4 @@
+import io
 import random
 
 import pytest
@@ -132,23 +133,24 @@ def test_drafted_is_what_the_drafter_wrote(tiny_lm):
     assert pieces == [("a", 0), ("b", 1), ("c", 3), ("d", 0), ("e", 0), ("f", 2), ("g", 0), ("h", 0)]
 
 
+def report_of(drafter, target, results):
+    """A report without baselines."""
+    fields = {"drafter": drafter, "target": target, "prompts": len(results), "device": "cpu", "dtype": "float32"}
+    timed = {"baselines": {}, "tokens_per_second": 10.0, "lossless": None}
+    return {**fields, **timed, **report.acceptance(results, 3)}
+
+
+def recorded(width):
+    return Console(record=True, width=width, file=io.StringIO())
+
+
 def test_table_and_plot_without_baselines_or_steps(tmp_path):
-    lean = {
-        "drafter": "runs/[x]",
-        "target": "[t]",
-        "device": "cpu",
-        "dtype": "float32",
-        "prompts": 1,
-        "baselines": {},
-        "tokens_per_second": 10.0,
-        "lossless": None,
-        **report.acceptance([Generation([1], [], "length")], 2),
-    }
-    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    lean = report_of("runs/[x]", "[t]", [Generation([1], [], "length")])
+    console = recorded(120)
     report.print_table([lean], console)
     printed = console.export_text()
     assert "not compared" in printed and "runs/[x]" in printed and "[t]" in printed
-    narrow = Console(record=True, width=60, file=open("/dev/null", "w"))  # noqa: SIM115
+    narrow = recorded(60)
     ratios = dict.fromkeys(report.SPEEDUPS.values(), 1.234)
     ratios |= {f"{name}_interval": [1.111, 1.345] for name in report.SPEEDUPS.values()}
     report.print_table([{**lean, **ratios, "drafter": "x" * 30, "timed_prompts": 9, "pairs": 9}], narrow)
@@ -159,36 +161,15 @@ def test_table_and_plot_without_baselines_or_steps(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["report.png"]
 
 
-def kinds_of(report_of_kinds: dict[str, list[Generation]]) -> dict[str, dict]:
-    return {
-        kind: {"prompts": len(results), "speedup": None, **report.acceptance(results, 3)}
-        for kind, results in report_of_kinds.items()
-    }
-
-
 def test_table_and_plot_by_kind_of_text(tmp_path):
     looping = Generation([*range(10)] * 4, [3] * 13)
     short = Generation([1, 2, 3, 4], [2, 1])
-    kinds = kinds_of({"code": [looping, short], "[writing]": [Generation([1], [], "stop")]})
+    results = {"code": [looping, short], "[writing]": [Generation([1], [], "stop")]}
+    kinds = {kind: report_of("", "", some) | {"speedup": None} for kind, some in results.items()}
     kinds["code"] |= {"speedup": 1.25, "speedup_interval": [1.125, 1.375], "mean_accepted_length_interval": [2.5, 3.0]}
-    both = [
-        {
-            "drafter": name,
-            "target": "t",
-            "device": "cpu",
-            "dtype": "float32",
-            "prompts": 3,
-            "timed_prompts": 3,
-            "pairs": 3,
-            "baselines": {"engine": {"tokens_per_second": 9.0}},
-            "tokens_per_second": 10.0,
-            "lossless": None,
-            **report.acceptance([looping, short], 3),
-            "kinds": kinds,
-        }
-        for name in ("runs/a", "ngram")
-    ]
-    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    timed = {"timed_prompts": 3, "pairs": 3, "baselines": {"engine": {"tokens_per_second": 9.0}}, "kinds": kinds}
+    both = [report_of(name, "t", [looping, short]) | timed for name in ("runs/a", "ngram")]
+    console = recorded(80)
     report.print_table(both, console)
     lines = [line.split() for line in console.export_text().splitlines()]
     for drafter in ("runs/a", "ngram"):
