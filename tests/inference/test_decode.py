@@ -235,12 +235,15 @@ def plain_target(tiny_lm, tmp_path_factory):
 @pytest.mark.parametrize("measured", [True, False])
 def test_one_prompt(run_decode, drafter, target, tmp_path, raw, measured):
     """The text and nothing else on stdout; a message for the template, or raw."""
-    options = "--raw " * raw + f"--report {tmp_path} --baseline none" * measured
+    options = "--raw " * raw + f"--report {tmp_path} --baseline none --check-lossless" * measured
     code, out, err = run_decode(f"{drafter} --prompt 'def f(' --max-new-tokens 9 {options}")
     prompt = (Prompt("def f(") if raw else user("def f(")).encode(target)
     (result,) = SpeculativeDecoder(target).generate([prompt], 9)
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
     assert ("tokens in" in err) != measured and (f"wrote {tmp_path / 'report.json'}" in err) == measured
+    if measured:
+        assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
+        assert "identical to plain greedy decoding" in err
 
 
 def test_a_target_without_a_template_continues_text(run_decode, target, plain_target):
@@ -736,11 +739,6 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, report_of):
 def test_conflicting_modes(drafter, run_decode, options, message):
     what = "" if "--interactive" in options else "--prompt x"
     assert message in error_of(run_decode(f"{drafter} {what} {options}"))
-
-
-def test_one_prompt_is_measured_when_asked(drafter, report_of):
-    report, err = report_of(f"{drafter} --prompt 'import os' --max-new-tokens 8 --check-lossless")
-    assert "identical to plain greedy decoding" in err and report["prompts"] == 1
 
 
 # ---- from Python

@@ -5,8 +5,9 @@ import json
 
 import pytest
 import torch
+from faults import error_of
 
-from draftsmith.inference import decode, planner
+from draftsmith.inference import planner
 from draftsmith.inference.drafters.compressed import CompressedDrafter
 from draftsmith.inference.engine import cache as caches
 from draftsmith.inference.engine import costs
@@ -133,35 +134,11 @@ def long_prompts(tmp_path):
     return tmp_path / "long.jsonl"
 
 
-def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, tmp_path, monkeypatch):
+def test_the_command_and_decoding_by_its_plan(run_main, run_decode, tiny_lm, long_prompts, tmp_path):
     out = tmp_path / "plan.json"
-    code, said, err = run_main(
-        planner.main,
-        "--target",
-        tiny_lm,
-        "--contexts",
-        48,
-        64,
-        "--batch-sizes",
-        1,
-        2,
-        "--entries",
-        36,
-        40,
-        "--prompts",
-        long_prompts,
-        "--texts",
-        2,
-        "--new-tokens",
-        8,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-        "--out",
-        out,
-        script="inference/planner.py",
-    )
+    sizes = "--contexts 48 64 --batch-sizes 1 2 --entries 36 40 --texts 2 --new-tokens 8 --threads 1 --device cpu"
+    options = f"--target {tiny_lm} {sizes} --prompts {long_prompts} --out {out}"
+    code, said, err = run_main(planner.main, *options.split(), script="inference/planner.py")
     assert code == 0 and "S*, above which" in said, err
     facts = json.loads(out.read_text())
     assert [(cell["batch"], cell["context"]) for cell in facts["cells"]] == [(1, 48), (1, 64), (2, 48), (2, 64)]
@@ -171,29 +148,11 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
         cell["drafter"] = "snapkv:40@1,1" if cell["batch"] == 2 else "none"
     out.write_text(json.dumps(facts))
 
-    def decoded(plan, *options):
-        return run_main(
-            decode.main,
-            "--plan",
-            plan,
-            "--target",
-            tiny_lm,
-            "--prompts",
-            long_prompts,
-            "--max-new-tokens",
-            12,
-            "--threads",
-            1,
-            "--device",
-            "cpu",
-            "--check-lossless",
-            "--report",
-            tmp_path / "report",
-            *options,
-            script="inference/decode.py",
-        )
+    def decoded(plan, options=""):
+        given = f"--plan {plan} --target {tiny_lm} --prompts {long_prompts} --max-new-tokens 12 --device cpu"
+        return run_decode(f"{given} --check-lossless --report {tmp_path / 'report'} {options}")
 
-    code, _, err = decoded(out, "--batch-size", 2)
+    code, _, err = decoded(out, "--batch-size 2")
     assert code == 0 and "plan for 2 rows of 64 tokens: snapkv:40@1,1, " in err
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["drafter"] == "snapkv:40@1,1" and report["lossless"]["passed"]
@@ -206,72 +165,28 @@ def test_the_command_and_decoding_by_its_plan(run_main, tiny_lm, long_prompts, t
         out.write_text(damaged)
         assert "is no plan" in decoded(out)[2]
     assert "there is no such file" in decoded(tmp_path / "missing.json")[2]
-    code, _, err = run_main(
-        decode.main, "ngram", "--plan", out, "--target", tiny_lm, "--prompt", "a", script="inference/decode.py"
-    )
-    assert code == 2 and "not both" in err
+    assert "not both" in error_of(run_decode(f"ngram --plan {out} --target {tiny_lm} --prompt a"))
 
 
-def test_planned_now(run_main, tiny_lm, long_prompts, tmp_path):
-    code, _, err = run_main(
-        decode.main,
-        "--plan",
-        "auto",
-        "--target",
-        tiny_lm,
-        "--prompts",
-        long_prompts,
-        "--max-new-tokens",
-        8,
-        "--batch-size",
-        2,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-        "--check-lossless",
-        script="inference/decode.py",
-    )
-    assert code == 0 and "plan for 2 rows of " in err
+def test_planned_now(report_of, tiny_lm, long_prompts):
+    options = "--max-new-tokens 8 --batch-size 2 --device cpu --check-lossless"
+    _, err = report_of(f"--plan auto --target {tiny_lm} --prompts {long_prompts} {options}")
+    assert "plan for 2 rows of " in err
 
 
-def test_bounded_drafts(run_main, tiny_lm, long_prompts, tmp_path):
+def test_bounded_drafts(report_of, run_decode, tiny_lm, long_prompts):
     """--max-draft-nodes bounds each step's drafts; 0 is plain decoding."""
+    given = f"snapkv:120@1,1,1,1 --target {tiny_lm} --prompts {long_prompts} --max-new-tokens 16 --device cpu"
     for most in (0, 2):
-        code, _, err = run_main(
-            decode.main,
-            "snapkv:120@1,1,1,1",
-            "--target",
-            tiny_lm,
-            "--prompts",
-            long_prompts,
-            "--max-new-tokens",
-            16,
-            "--max-draft-nodes",
-            most,
-            "--all-nodes",
-            "--threads",
-            1,
-            "--device",
-            "cpu",
-            "--report",
-            tmp_path / "r",
-            "--check-lossless",
-            script="inference/decode.py",
-        )
-        assert code == 0, err
-        report = json.loads((tmp_path / "r" / "report.json").read_text())
+        report, _ = report_of(f"{given} --all-nodes --check-lossless --max-draft-nodes {most}")
         assert (report["mean_accepted_length"] == 1) == (most == 0)
         assert report["mean_accepted_length"] <= 1 + most
     for options, said in (
-        (["--max-draft-nodes", -1], "must be at least 0"),
-        (["--max-draft-nodes", 1, "--verify", "mss"], "depend on it"),
-        (["--plan", "auto"], "not both"),
+        ("--max-draft-nodes -1", "must be at least 0"),
+        ("--max-draft-nodes 1 --verify mss", "depend on it"),
+        ("--plan auto", "not both"),
     ):
-        code, _, err = run_main(
-            decode.main, "ngram", "--target", tiny_lm, "--prompt", "a", *options, script="inference/decode.py"
-        )
-        assert code == 2 and said in err
+        assert said in error_of(run_decode(f"ngram --target {tiny_lm} --prompt a {options}"))
 
 
 def test_a_cache_that_does_not_fit_says_what_would(make_target, monkeypatch):

@@ -2,15 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from faults import config, error_of, tensors, tree, truncate, without
 from safetensors.torch import load_file, save_file
 
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate, decode
+from draftsmith.inference import calibrate
 from draftsmith.inference.drafters import dynaspec
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
@@ -21,7 +21,7 @@ from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 
-OPTIONS = ("--device", "cpu", "--dtype", "float32")
+OPTIONS = "--device cpu --dtype float32"
 PATHS = {"paths": [[0], [0, 0], [1]]}
 DYNAMIC = {"dynamic": {"top_k": 3, "depth": 2, "nodes": 8}}
 LISTS = {
@@ -80,25 +80,21 @@ def test_loaded(stored, target, kind):
     assert SpeculativeDecoder(target, merged).generate([prompt], 12)[0].tokens == plain
 
 
-def test_calibrated_and_decoded(run_main, folder, prompts, tmp_path):
+def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts):
     """By the commands; the part needs no tree of its own."""
     (folder / "tree.json").unlink()
-    early = run_main(decode.main, folder, "--prompts", prompts)
+    early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
-    options = ("--prompts", prompts, "--max-new-tokens", 16, *OPTIONS)
-    code, out, err = run_main(calibrate.main, folder, *options, "--nodes", 5, "--seconds", 2)
+    options = f"{folder} --prompts {prompts} --max-new-tokens 16 {OPTIONS}"
+    code, out, err = run_main(calibrate.main, *options.split(), "--nodes", 5, "--seconds", 2)
     assert code == 0 and "calibrated on" in out, err
     assert json.loads((folder / "tree.json").read_text())["calibration"]["positions"] > 0
-    report = tmp_path / "report"
-    sampled = ("--mode", "sample", "--temperature", 0.8, "--seed", 1)
-    for file, extra in ((None, ()), (None, (*sampled, "--verify", "mss")), (DYNAMIC, sampled)):
+    sampled = "--mode sample --temperature 0.8 --seed 1"
+    for file, extra in ((None, ""), (None, f"{sampled} --verify mss"), (DYNAMIC, sampled)):
         if file is not None:
             write_json(folder / "tree.json", file)
-        code, _, err = run_main(
-            decode.main, folder, "--baseline", "none", "--check-lossless", "--report", report, *extra, *options
-        )
-        assert code == 0, err
-        assert json.loads((report / "report.json").read_text())["lossless"]["passed"]
+        report, _ = report_of(f"{options} --baseline none --check-lossless {extra}")
+        assert report["lossless"]["passed"]
 
 
 @pytest.mark.parametrize("kind", LISTS)
@@ -122,45 +118,9 @@ def test_calibration_counts_ranks_within_the_lists(stored, target, kind):
 # ---- what is refused
 
 
-def config(part: str = ".", **fields) -> Callable[[Path], None]:
-    def damage(folder):
-        file = folder / part / "config.json"
-        write_json(file, json.loads(file.read_text()) | fields)
-
-    return damage
-
-
-def tensors(part: str = ".", **changed) -> Callable[[Path], None]:
-    """Replace tensors (``__`` for a dot); None takes one out."""
-
-    def damage(folder):
-        file = folder / part / "model.safetensors"
-        weights = load_file(file) | {name.replace("__", "."): weight for name, weight in changed.items()}
-        save_file({name: weight for name, weight in weights.items() if weight is not None}, file)
-
-    return damage
-
-
-def tree(content) -> Callable[[Path], None]:
-    return lambda folder: write_json(folder / "tree.json", content)
-
-
-def without(*names: str) -> Callable[[Path], None]:
-    def damage(folder):
-        for name in names:
-            (folder / name).unlink()
-
-    return damage
-
-
 def of_another_type(folder):
     """A part of a family that takes no shortlists: itself."""
     config("drafter", drafter_type="dynaspec")(folder)
-
-
-def cut_short(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
 
 
 def of_another_target(folder):
@@ -189,7 +149,7 @@ NAN = torch.full((16,), torch.nan)
         (tensors(router__inputs__weight=None), "{folder}/model.safetensors: 'router.inputs.weight' is missing instead"),
         (tensors(router__clusters__bias=NAN[:12]), "{folder}/model.safetensors: 'router.clusters.bias' holds NaN"),
         (without("model.safetensors"), "{folder}/model.safetensors: 'order' is missing instead of (150,)"),
-        (cut_short, "{folder}/model.safetensors: "),
+        (truncate("model.safetensors", -100), "{folder}/model.safetensors: "),
         (without("drafter/config.json"), "{folder}/drafter/config.json: there is no such config of a part"),
         (without("drafter/model.safetensors"), "{folder}/drafter"),
         (of_another_type, "{folder}/drafter: drafters of type 'dynaspec' take no shortlists"),
@@ -232,9 +192,7 @@ def test_lists_of_another_drafter_are_refused(folder, fields, message, target):
     assert "\n" not in str(error.value)
 
 
-def test_one_line_of_the_command(run_main, folder, prompts):
+def test_one_line_of_the_command(run_decode, folder, prompts):
     tensors(starts=None)(folder)
-    code, out, err = run_main(decode.main, folder, "--prompts", prompts, *OPTIONS)
-    lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
-    assert (code, out, len(lines)) == (2, "", 1), err
-    assert lines[0].startswith(f"error: {folder}/model.safetensors: 'starts' is missing")
+    said = error_of(run_decode(f"{folder} --prompts {prompts} {OPTIONS}"))
+    assert said.startswith(f"{folder}/model.safetensors: 'starts' is missing")

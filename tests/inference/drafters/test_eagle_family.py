@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 from draws import fixed_seed
-from safetensors.torch import load_file, save_file
+from faults import config, error_of, tensors, tree
 
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate, decode
+from draftsmith.inference import calibrate
 from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
@@ -18,7 +18,7 @@ from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 
-OPTIONS = ("--device", "cpu", "--dtype", "float32")
+OPTIONS = "--device cpu --dtype float32"
 PATHS = {"paths": [[0], [0, 0], [1]]}
 DYNAMIC = {"dynamic": {"top_k": 3, "depth": 2, "nodes": 8}}
 
@@ -40,41 +40,30 @@ def folder(tmp_path, stored):
     return shutil.copytree(stored, tmp_path / "eagle")
 
 
-def test_calibrated_and_decoded(run_main, folder, prompts, target, tmp_path):
+def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts):
     """By a fixed tree and a dynamic one, greedily and by sampling, alone and with n-grams."""
-    early = run_main(decode.main, folder, "--prompts", prompts)
+    early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
-    options = ("--prompts", prompts, "--max-new-tokens", 24, *OPTIONS)
-    code, out, err = run_main(calibrate.main, folder, *options, "--nodes", 6, "--seconds", 2)
+    options = f"--prompts {prompts} --max-new-tokens 24 {OPTIONS}"
+    code, out, err = run_main(calibrate.main, folder, *options.split(), "--nodes", 6, "--seconds", 2)
     assert code == 0 and "6 nodes" in out, err
     tree = read_tree(folder / "tree.json")
     known = json.loads((folder / "tree.json").read_text())["calibration"]
     assert tree.num_nodes == 6 and known["positions"] > 0
     shares = known["accuracy_by_depth_and_rank"]
     assert len(shares) == 8 and all(len(each) == MAX_RANK and sum(each) <= 1.001 for each in shares)
+    sampled = "--mode sample --temperature 0.8 --seed 1"
     for file, name, extra in (
-        (None, folder, ()),
-        (None, folder, ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),
-        (None, folder, ("--mode", "sample", "--verify", "mss", "--temperature", 0.8, "--seed", 1)),
-        (None, f"{folder}+ngram", ()),
-        (PATHS | DYNAMIC, folder, ()),
-        (DYNAMIC, f"{folder}+ngram", ("--mode", "sample", "--temperature", 0.8, "--seed", 1)),
+        (None, folder, ""),
+        (None, folder, sampled),
+        (None, folder, f"{sampled} --verify mss"),
+        (None, f"{folder}+ngram", ""),
+        (PATHS | DYNAMIC, folder, ""),
+        (DYNAMIC, f"{folder}+ngram", sampled),
     ):
         if file is not None:
             write_json(folder / "tree.json", file)
-        code, _, err = run_main(
-            decode.main,
-            name,
-            "--baseline",
-            "none",
-            "--check-lossless",
-            "--report",
-            tmp_path / "report",
-            *extra,
-            *options,
-        )
-        assert code == 0, err
-        found = json.loads((tmp_path / "report" / "report.json").read_text())
+        found, _ = report_of(f"{name} --baseline none --check-lossless {options} {extra}")
         assert found["lossless"]["passed"] and found["mean_accepted_length"] >= 1
         if "+" in str(name):
             assert set(found["sources"]) == {str(folder), "ngram"}
@@ -90,36 +79,19 @@ def test_a_dynamic_tree_has_precedence(folder, target):
     assert isinstance(drafter, EagleDrafter) and drafter.num_nodes == 8 and not drafter.random
 
 
-def test_all_nodes(run_main, folder, prompts, monkeypatch):
+def test_all_nodes(run_decode, folder, prompts, monkeypatch):
     """Trees that end where more does not pay, unless --all-nodes says otherwise."""
     write_json(folder / "tree.json", PATHS)
     loaded = []
     real = load.load_drafter
     monkeypatch.setattr(load, "load_drafter", lambda *a, **k: loaded.append(real(*a, **k)) or loaded[-1])
-    for extra, limited in (((), True), (("--all-nodes",), False)):
-        options = ("--prompts", prompts, "--max-new-tokens", 6, "--baseline", "none", *OPTIONS, *extra)
-        code, _, err = run_main(decode.main, folder, *options)
+    for extra, limited in (("", True), ("--all-nodes", False)):
+        options = f"--prompts {prompts} --max-new-tokens 6 --baseline none {OPTIONS} {extra}"
+        code, _, err = run_decode(f"{folder} {options}")
         assert code == 0, err
         _, drafter = loaded.pop()
         assert (drafter.costs is not None) == limited == drafter.chooses
         assert limited or drafter.levels.deepest_run == 1
-
-
-def config(**fields):
-    def damage(folder):
-        file = folder / "config.json"
-        write_json(file, json.loads(file.read_text()) | fields)
-
-    return damage
-
-
-def tree(content):
-    return lambda folder: write_json(folder / "tree.json", content)
-
-
-def without_norm(folder):
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: w for name, w in weights.items() if name != "norm.weight"}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -128,17 +100,15 @@ def without_norm(folder):
         (config(max_position_embeddings=128), "{folder}: has 128 positions (max_position_embeddings) and target"),
         (config(version=2), "{folder}/config.json: field 'version' is 2; it has to be 1 or 3"),
         (config(draft_vocab_size=7), "{folder}/model.safetensors: 2 tensors are not those that config.json promises"),
-        (without_norm, "{folder}/model.safetensors: 1 tensors are not those that config.json promises"),
+        (tensors(norm__weight=None), "{folder}/model.safetensors: 1 tensors are not those that config.json promises"),
         (tree({"paths": [[0], [200]]}), "{folder}/tree.json: the tree asks for rank 200 of a vocabulary of 150"),
         (tree({"paths": []}), "{folder}/tree.json: the tree holds the root alone"),
         (tree({"dynamic": {"top_k": 200, "depth": 1, "nodes": 9}}), "{folder}/tree.json: dynamic tree: top_k is 200"),
         (tree({"dynamic": {"top_k": 2}}), "{folder}/tree.json: 'dynamic' is {{'top_k': 2}}, not "),
     ],
 )
-def test_what_does_not_fit_is_refused(run_main, folder, prompts, damage, message):
+def test_what_does_not_fit_is_refused(run_decode, folder, prompts, damage, message):
     write_json(folder / "tree.json", PATHS)
     damage(folder)
-    code, out, err = run_main(decode.main, folder, "--prompts", prompts, *OPTIONS)
-    lines = [line for line in err.splitlines() if not line.startswith("precision: ")]
-    assert (code, out, len(lines)) == (2, "", 1), err
-    assert lines[0].startswith(f"error: {message.format(folder=folder)}")
+    said = error_of(run_decode(f"{folder} --prompts {prompts} {OPTIONS}"))
+    assert said.startswith(message.format(folder=folder))

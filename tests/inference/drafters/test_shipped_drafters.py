@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from draftsmith.inference import decode
 from draftsmith.models.from_gguf import with_safetensors
 from draftsmith.models.stored import FETCHED, fingerprint, gguf_file
 
@@ -30,9 +29,8 @@ def test_its_files(folder):
         dtypes = {name: stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118
     kind = json.loads((folder / "config.json").read_text())["drafter_type"]
     whole_numbers = {"order": "I32", "starts": "I32"} if kind == "dynaspec" else {"draft_vocab": "I64"}
-    assert {
-        name: dtype for name, dtype in dtypes.items() if dtype != "BF16"
-    } == whole_numbers and "BF16" in dtypes.values()
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != "BF16"}
+    assert others == whole_numbers and "BF16" in dtypes.values()
     assert json.loads((folder / "tree.json").read_text()).get("at_load", False) == (kind == "medusa")
     made = json.loads((folder / "provenance.json").read_text())
     assert made["data_sha256"] and made["simulated_tau"] > 1.5
@@ -43,7 +41,7 @@ def test_its_files(folder):
 
 @each
 @pytest.mark.needs_models
-def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
+def test_it_decodes_the_target_exactly(folder, tmp_path, run_decode, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert (file := gguf_file(FETCHED))
     wanted = json.loads((folder / "config.json").read_text())["target"]
@@ -53,21 +51,8 @@ def test_it_decodes_the_target_exactly(folder, tmp_path, run_main, monkeypatch):
     # A tree of its own: which nodes of the shipped one pay, if any, depends on the machine and its load.
     tree = tmp_path / "tree.json"
     tree.write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
-    code, out, err = run_main(
-        decode.main,
-        folder,
-        "--tree",
-        tree,
-        "--prompt",
-        "Write a Python function that adds two numbers.",
-        "--max-new-tokens",
-        "24",
-        "--threads",
-        "1",
-        "--check-lossless",
-        "--report",
-        tmp_path,
-    )
+    prompt = "--prompt 'Write a Python function that adds two numbers.' --max-new-tokens 24"
+    code, out, err = run_decode(f"{folder} --tree {tree} {prompt} --check-lossless --report {tmp_path}")
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["new_tokens"] == 24 and report["mean_accepted_length"] > 1

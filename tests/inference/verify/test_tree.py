@@ -29,44 +29,27 @@ def test_read_tree(tmp_path, text):
     assert read_tree(tmp_path / "tree.json").paths == IN_ORDER
 
 
+DEEP = 100_000
+NO_JSON = ["", "[[0], [0, 0]", "{[0]: 1}", "import os", "\x00"]
+NO_JSON += ["[" * DEEP, "[" * DEEP + "]" * DEEP, "(" * DEEP, "-" * DEEP + "1"]
+NO_PATHS = ["7", '"01"', "{}", "[0, 1]", "[{}, [0]]", "[{0: 1}]", "{(0,)}", '{"paths": null}', '{"paths": {"0": 1}}']
+NO_PATHS += ['[["0"]]', '["01"]', "[b'0']", "[[0.5]]", "[[1e9]]", "[[Infinity]]", "[[NaN]]", "[[true]]", "[[null]]"]
+NO_PATHS += ["[" + "(0,)," * 300_000 + "]"]
+INVALID = {
+    "neither JSON": NO_JSON,
+    "a list of rank paths": NO_PATHS,
+    "path [-1] holds a negative rank": ["[[0], [-1]]"],
+    "path [1, 0] has no parent; add [1]": ["[[0], [1, 0]]"],
+    "path [0, 0, 2, 1] has no parent; add [0, 0, 2]": ["[[0], [0, 0, 2, 1]]"],
+    "a path is given twice": ["[[0], [1], [0]]"],
+    "a tree of 100001 nodes; at most 4096": [str([[n] for n in range(100_000)])],
+    "a tree of 4097 nodes; at most 4096": [str([[n] for n in range(4096)])],
+}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("", "neither JSON"),
-        ("[[0], [0, 0]", "neither JSON"),
-        ("{[0]: 1}", "neither JSON"),
-        ("import os", "neither JSON"),
-        ("7", "a list of rank paths"),
-        ('"01"', "a list of rank paths"),
-        ("{}", "a list of rank paths"),
-        ('{"paths": null}', "a list of rank paths"),
-        ("[0, 1]", "a list of rank paths"),
-        ('[["0"]]', "a list of rank paths"),
-        ('["01"]', "a list of rank paths"),
-        ("[[0.5]]", "a list of rank paths"),
-        ("[[Infinity]]", "a list of rank paths"),
-        ("[[0], [-1]]", "path [-1] holds a negative rank"),
-        ("[[0], [1, 0]]", "path [1, 0] has no parent; add [1]"),
-        ("[[0], [0, 0, 2, 1]]", "path [0, 0, 2, 1] has no parent; add [0, 0, 2]"),
-        ("[[0], [1], [0]]", "a path is given twice"),
-        ("[[true]]", "a list of rank paths"),
-        ("[[NaN]]", "a list of rank paths"),
-        ("[[1e9]]", "a list of rank paths"),
-        ("[[null]]", "a list of rank paths"),
-        ("[{}, [0]]", "a list of rank paths"),
-        ("[{0: 1}]", "a list of rank paths"),
-        ("[b'0']", "a list of rank paths"),
-        ("{(0,)}", "a list of rank paths"),
-        ('{"paths": {"0": 1}}', "a list of rank paths"),
-        ("[" * 100_000, "neither JSON"),
-        ("[" * 100_000 + "]" * 100_000, "neither JSON"),
-        ("(" * 100_000, "neither JSON"),
-        ("-" * 100_000 + "1", "neither JSON"),
-        ("[" + "(0,)," * 300_000 + "]", "a list of rank paths"),
-        (str([[n] for n in range(100_000)]), "a tree of 100001 nodes; at most 4096"),
-        (str([[n] for n in range(4096)]), "a tree of 4097 nodes; at most 4096"),
-        ("\x00", "neither JSON"),
-    ],
+    [(text, message) for message, texts in INVALID.items() for text in texts],
     ids=lambda text: text[:20],
 )
 def test_invalid_trees(tmp_path, text, message):

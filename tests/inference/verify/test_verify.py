@@ -70,16 +70,8 @@ def test_verify_greedy(case):
         if bare:
             sets[real:] = 0
         valid = torch.arange(nodes) < real
-        parts.append(
-            (
-                tokens,
-                torch.tensor(parents),
-                torch.tensor(depth),
-                sets,
-                valid,
-                torch.randn(nodes, VOCAB, generator=generator),
-            )
-        )
+        logits = torch.randn(nodes, VOCAB, generator=generator)
+        parts.append((tokens, torch.tensor(parents), torch.tensor(depth), sets, valid, logits))
     tokens, parent, depth, sets, valid, logits = map(torch.stack, zip(*parts, strict=True))
     max_depth = int(depth.max()) + spare
     tree = TokenTree(tokens, parent.int(), depth.int(), sets, valid)
@@ -96,22 +88,6 @@ def test_verify_greedy(case):
             path.insert(0, above[path[0]])
         assert verdict.path[row].tolist() == path + list(range(length + 1, max_depth + 1))
         assert int(verdict.bonus[row]) == choice[node]
-
-
-def test_every_length_is_accepted_and_rejected():
-    """A chain of four whose first mistake is at each depth in turn."""
-    parent = torch.arange(-1, 4, dtype=torch.int32).expand(5, -1)
-    truth = torch.tensor([4, 2, 0, 1, 3])
-    tokens = truth.repeat(5, 1)
-    for row in range(1, 5):
-        tokens[row - 1, row] = 5
-    logits = torch.nn.functional.one_hot(torch.tensor([2, 0, 1, 3, 1]), 6).float().expand(5, -1, -1)
-    depth, sets = torch.arange(5, dtype=torch.int32).expand(5, -1), bitsets([-1, 0, 1, 2, 3])[None].expand(5, -1, -1)
-    tree = TokenTree(tokens, parent, depth, sets, torch.ones(5, 5, dtype=torch.bool))
-    verdict = verify_greedy(tree, logits, 4)
-    assert verdict.length.tolist() == verdict.node.tolist() == [0, 1, 2, 3, 4]
-    assert verdict.bonus.tolist() == [2, 0, 1, 3, 1]
-    assert verdict.path.tolist() == [[0, 1, 2, 3, 4]] * 5
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
