@@ -117,7 +117,7 @@ def listed_tokens(
     Args:
         ids: of the LM head's rows, in the target's vocabulary.
         scores: of the level's clusters, ``[M]``.
-        seen: counts a list for which a wanted cluster was dropped.
+        seen: counts a list for which a wanted cluster did not fit whole.
     """
     config, tokens = head.config, ids[head.order].tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
@@ -133,6 +133,6 @@ def listed_tokens(
         if len(taken) + len(slab) > capacity:
             if seen is not None:
                 seen["dropped"] += 1
-            return taken or slab[:capacity]
+            return (taken + slab)[:capacity]
         taken += slab
     return taken
