@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.levels import Levels, Pass, best_by_head
+from draftsmith.inference.drafters.levels import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
@@ -299,6 +299,12 @@ class CompressedDrafter(Drafter):
         self.levels = Levels(tree, target.vocab_size, target.vocab_size, by_rank=BY_RANK)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
+        self.head = DraftHead(
+            lambda hidden: (target.logits(hidden), None),
+            None if target.changes_logits else target.lm_head,
+            target.vocab_size,
+            None,
+        )
         self.static = selector.name != "topk"
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -337,10 +343,11 @@ class CompressedDrafter(Drafter):
         root = self.levels.passes[0]
         hidden = self._run(root, state.root[:, None], state.plans)
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            return self._run(level, tokens, state.plans)
+        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+            hidden = self._run(level, tokens, state.plans)
+            return hidden, hidden
 
-        return self.levels.propose(state, hidden, run, self._logits, self._best)
+        return self.levels.propose(state, (hidden, hidden), run, self.head)
 
     def skip(self, state: State) -> None:
         """What is verified until the next tree is appended then; in static steps at once."""
@@ -355,23 +362,4 @@ class CompressedDrafter(Drafter):
             self.cache.copy(self.entries.full, places, slots)
 
     def _run(self, level: Pass, tokens: Tensor, plans: Plans | None) -> Tensor:
-        return self.runner.forward_nodes(
-            tokens,
-            self.cache.lengths,
-            level.ancestors,
-            level.depth,
-            first=level.first,
-            key_depth=level.key_depth,
-            mask=level.mask,
-            fixed=True,
-            sees_all=level.sees_all,
-            plans=plans,
-            left_out=self.entries.left_out,
-        )[0]
-
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.target.logits(hidden), None
-
-    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        head = None if self.target.changes_logits else self.target.lm_head
-        return best_by_head(hidden, head, self.target.vocab_size, None, count, self._logits)
+        return level.run(self.runner, tokens, self.cache.lengths, plans, self.entries.left_out)

@@ -22,7 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
-from draftsmith.inference.drafters.levels import ALL_CACHED, MISSING, DrawKind, Levels, Pass, best_by_head, chain_passes
+from draftsmith.inference.drafters.levels import (
+    ALL_CACHED,
+    MISSING,
+    DraftHead,
+    DrawKind,
+    Hidden,
+    Levels,
+    Logits,
+    Pass,
+    chain_passes,
+)
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -94,14 +104,14 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"draft model '{model.name}' is on {model.device} and the target on {target.device}; load both on one"
             )
-        self.model, self.head, self.ids = model, model, None
+        self.model, self.lm, self.ids = model, model, None
         # Ids beyond the smaller of two padded vocabularies are never drafted.
         self.vocabulary = min(model.vocab_size, target.vocab_size)
         if draft_vocab is not None:
             check_draft_vocab(draft_vocab, draft_vocab.numel(), self.vocabulary, f"draft model '{model.name}'")
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
-            self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
-            self.head.lm_head = head_rows(model.lm_head, self.ids)
+            self.lm = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
+            self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
         self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
@@ -111,7 +121,7 @@ class DraftModelDrafter(Drafter):
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
             check_router(shortlist, embedding.shape[1], model.hidden_size)
-            rows = _drafted_rows(self.head.lm_head, self.vocabulary)
+            rows = _drafted_rows(self.lm.lm_head, self.vocabulary)
             self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head_of(model))
         self._take(tree, draws)
 
@@ -129,6 +139,8 @@ class DraftModelDrafter(Drafter):
         self.levels = Levels(tree, outputs, self.target_vocabulary, draws)
         self.layout, self.branching, self.random = self.levels.layout, self.levels.branching, self.levels.random
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
+        module = None if self.shortlists is not None or self.model.changes_logits else self.lm.lm_head
+        self.head = DraftHead(self._logits, module, self.vocabulary, self.ids)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device, self.verified_depth = cache.rows, cache.lengths.device, max_depth
@@ -215,13 +227,13 @@ class DraftModelDrafter(Drafter):
             self.shortlists.read(state.root[:, None])
             self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, self._held(state.length), state.plans)
             if self.shortlists is not None:
                 self._choose(self.shortlists, tokens, hidden, depth)
-            return hidden
+            return hidden, hidden
 
-        return self.levels.propose(state, hidden, run, self._logits, self._best)
+        return self.levels.propose(state, (hidden, hidden), run, self.head)
 
     def skip(self, state: State) -> None:
         """Record the root as missing; where the buffer is full, run what it holds."""
@@ -302,32 +314,17 @@ class DraftModelDrafter(Drafter):
         return hidden[self.row_numbers, missing][:, None]
 
     def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
-        return self.runner.forward_nodes(
-            self._readable(tokens),
-            lengths,
-            level.ancestors,
-            level.depth,
-            first=level.first,
-            key_depth=level.key_depth,
-            mask=level.mask,
-            fixed=True,
-            sees_all=level.sees_all,
-            plans=plans,
-            left_out=None if self.entries is None else self.entries.left_out,
-        )[0]
+        left_out = None if self.entries is None else self.entries.left_out
+        return level.run(self.runner, self._readable(tokens), lengths, plans, left_out)
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """Token ids within the model's embedding; ids beyond it become the last one."""
         return tokens.clamp(max=self.last_id) if self.last_id + 1 < self.target_vocabulary else tokens
 
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, hidden: Tensor) -> Logits:
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
-        return self.head.logits(hidden)[..., : self.vocabulary], self.ids
-
-    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        head = None if self.shortlists is not None or self.model.changes_logits else self.head.lm_head
-        return best_by_head(hidden, head, self.vocabulary, self.ids, count, self._logits)
+        return self.lm.logits(hidden)[..., : self.vocabulary], self.ids
 
 
 def _drafted_rows(head: nn.Module, count: int) -> nn.Module:

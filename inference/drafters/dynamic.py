@@ -21,14 +21,12 @@ candidates (root included), R nodes run so far, W 64-bit words, d hidden width.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.common.files import parse_json, read_text
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.verify.tree import MAX_NODES, TokenTree
+from draftsmith.inference.verify.tree import MAX_NODES, TokenTree, read_content
 
 
 @dataclass(frozen=True)
@@ -79,28 +77,15 @@ class DynamicShape:
         return min(self.top_k, self.nodes - 1)
 
     def check_outputs(self, outputs: int) -> None:
-        """Check that a drafter that chooses from ``outputs`` tokens can propose k.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise a ValueError if a drafter that chooses from ``outputs`` tokens cannot propose k."""
         if self.top_k > outputs:
             raise ValueError(f"dynamic tree: top_k is {self.top_k}, but the drafter chooses from {outputs} tokens")
 
 
 def read_dynamic(path: Path) -> DynamicShape | None:
-    """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has none,
-    or is no JSON object (:func:`draftsmith.inference.verify.tree.read_tree` then says why).
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing, or its key ``dynamic`` holds something else.
-    """
-    try:
-        content: Any = parse_json(read_text(path, "tree"), str(path))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
-    except ValueError:
-        return None
+    """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has
+    none."""
+    content = read_content(path)
     if not isinstance(content, dict) or "dynamic" not in content:
         return None
     given, names = content["dynamic"], tuple(DynamicShape.__dataclass_fields__)
@@ -146,11 +131,7 @@ class Proposals:
 
 
 class DynamicTree:
-    """Growth of dynamic trees of one shape.
-
-    Args:
-        rows: B.
-    """
+    """Growth of dynamic trees of one shape."""
 
     def __init__(self, shape: DynamicShape, rows: int, device: torch.device) -> None:
         self.shape = shape

@@ -1,9 +1,9 @@
 """EAGLE as a drafter: one decoder layer on the target's features drafts a tree, level by level
-(:mod:`draftsmith.models.eagle` has the layer and the formulas).
+(:mod:`draftsmith.models.eagle`).
 
 The layer has its own K/V cache. The pair at position t, of the feature of token t and the embedding of token t + 1, is
-in slot t. The root (position L) therefore belongs to the pair L − 1, whose feature is the one that predicted it. A
-drafted node's pair has its parent's output in place of a feature; node i is in slot L − 1 + i.
+in slot t. So the root (position L) belongs to the pair L − 1, whose feature predicted it. A drafted node's pair has its
+parent's output in place of a feature; node i is in slot L − 1 + i.
 
 No K/V of drafted nodes is kept: the target's features of accepted tokens are known after verification, so ``absorb``
 stores these, and their pairs are run with the next root in one forward pass.
@@ -13,7 +13,7 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Fro
 from draftsmith.inference.drafters.levels import (
     ALL_CACHED,
     MISSING,
+    DraftHead,
     DrawKind,
+    Hidden,
     Levels,
+    Logits,
     Pass,
-    best_by_head,
     chain_passes,
     step_time,
 )
@@ -57,14 +59,23 @@ from draftsmith.kernels.tree_attention import (
     tree_bias_one_row,
 )
 from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
+from draftsmith.models.lean import (
+    Buffers,
+    FusedBuffers,
+    Layer,
+    NativeLayers,
+    RMSNorm,
+    can_fuse,
+    run_fused_layer,
+    run_layer,
+    weight_and_eps,
+)
 from draftsmith.models.lean_from import packed_linears
 from draftsmith.models.lean_native import NativeLayers
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
-Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 
 
 class _PairInput:
@@ -86,9 +97,8 @@ class _PairInput:
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in multi-step
-    sampling they are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's
-    nodes are the likeliest ones in every mode, in coupled sampling under the noise of the text.
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says. A dynamic tree's are
+    the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:
         eagle: is cast to the target's dtype and moved to its device.
@@ -142,6 +152,9 @@ class EagleDrafter(Drafter):
 
     def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
+        changed = self.shared is not None and self.shared.changes_logits
+        module = None if self.shortlists is not None or changed else self.draft_head
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
@@ -214,17 +227,12 @@ class EagleDrafter(Drafter):
 
     def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: slice) -> None:
         """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
-        count = tokens.shape[1]
-        self.both[rows, first : first + count] = self._keys_values(
-            tokens, hidden, self.table[first : first + count][None]
-        )
+        slots = slice(first, first + tokens.shape[1])
+        self.both[rows, slots] = self._keys_values(tokens, hidden, self.table[slots][None])
 
     def _keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
-        """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them.
-
-        Args:
-            rotations: ``[1 or b, n, 2 · D]``, rows of the rotary table.
-        """
+        """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them. ``rotations``:
+        ``[1 or b, n, 2 · D]``, rows of the rotary table."""
         layer, (each, count) = self.layer, tokens.shape
         x = layer.before_attention(self._residual(tokens, hidden))
         width = layer.qkv.shape[1] // (layer.heads + 2 * layer.kv_heads)
@@ -267,11 +275,10 @@ class EagleDrafter(Drafter):
                 self._choose(tokens, level.of_parents(above[0]), depth)
             return self._run(level, tokens, above[0], before)
 
-        return self.levels.propose(state, hidden, run, lambda hidden: self._logits(hidden[1]), self._best)
+        return self.levels.propose(state, hidden, run, self.head)
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Store the tokens and the features of the accepted path. Drafted K/V is never kept, so that in a merge nothing
-        depends on which drafter proposed a node."""
+        """Store the accepted path's tokens and features, whichever drafter of a merge proposed its nodes."""
         assert verdict.path.shape[1] - 1 <= self.verified_depth, "a tree is deeper than the max_depth that was given"
         longest = int(verdict.length.max()) if self.eager else verdict.path.shape[1] - 1
         if not self.skipped:
@@ -285,10 +292,8 @@ class EagleDrafter(Drafter):
         self.skipped = False
 
     def _run_root(self, state: State, before: Tensor) -> Hidden:
-        """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each.
-
-        Rows with fewer missing pairs are padded on the right; the tree's nodes later overwrite the padding.
-        """
+        """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each. Rows with fewer
+        missing pairs are padded on the right; the tree's nodes later overwrite the padding."""
         tokens, fused, missing = self._root_pairs(state, before)
         at = self.row_numbers, missing
         longest = tokens.shape[1] - 1
@@ -332,11 +337,7 @@ class EagleDrafter(Drafter):
 
     def _proposals(self, hidden: Hidden, noise: Noise | None, depth: int) -> Proposals:
         assert self.shape is not None
-        if noise is None:
-            log_q, tokens = self._best(hidden, self.shape.top_k)
-        else:
-            logits, ids = self._logits(hidden[1])
-            log_q, tokens = noise.draft(logits, depth, self.shape.top_k, ids)
+        log_q, tokens = self.head.best(hidden[1], self.shape.top_k, depth, noise)
         return Proposals(tokens, log_q, hidden[0])
 
     def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -348,18 +349,13 @@ class EagleDrafter(Drafter):
         return self.pair_input.hidden_norm(hidden.flatten(0, 1)) if self.pair_input.normed else hidden.flatten(0, 1)
 
     def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
-        """Run nodes of a tree that follows each row's first ``lengths [B]`` pairs.
-
-        Args:
-            tokens: ``[B, n]``.
-            hidden: of the level above ``[B, m, d]``; may be overwritten.
-            fixed: the pass is the same object at every step.
-        """
+        """Run nodes ``tokens [B, n]`` of a tree that follows each row's first ``lengths [B]`` pairs, from the hidden
+        states of the level above ``[B, m, d]``, which may be overwritten. ``fixed``: the pass is the same object at
+        every step."""
         rows, count = tokens.shape
         total = level.first + count
         seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + total
-        biases: Mapping[int, Tensor | None] | None = None
-        tree_keys: TreeKeys | None = None
+        biases, tree_keys = None, None
         if self.kernel:
             heads, kv_heads, keys = self.layer.heads, self.layer.kv_heads, self.keys
             items = attention_items(rows, count, heads, kv_heads, keys.shape[3], seen, keys.dtype, keys.device)
@@ -370,40 +366,27 @@ class EagleDrafter(Drafter):
             biases = {0: self._bias(level, lengths, seen, fixed)}
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
         buffers = self._buffers(rows, count) if self.native is None else None
-        if self.native is not None:
-            assert tree_keys is not None
-            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
-            normed, _ = self.native.run(x, positions, slots, [view], {"": self.table}, tree_keys, inputs=inputs)
-            if self.norm is None:
-                normed = x
-        elif isinstance(buffers, FusedBuffers):
-            assert tree_keys is not None
-            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
-            normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
-            run_fused_layer(
-                self.layer,
-                buffers,
-                x,
-                inputs,
-                normed,
-                self.table,
-                positions,
-                slots,
-                view,
-                tree_keys,
-                (after.kernel_weight, after.eps),
-                self.norm is not None,
-            )
-            if self.norm is None:
-                normed = x
-        else:
+        if isinstance(buffers, Buffers):
             positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
             slots = lengths[:, None] + self.numbers[level.first : total]
             x = self._residual(tokens, level.of_parents(hidden))
             cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
-            assert buffers is not None
             run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
             normed = x if self.norm is None else self.norm(x)
+        else:
+            assert tree_keys is not None
+            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
+            where = positions, slots
+            if self.native is not None:
+                normed, _ = self.native.run(x, *where, [view], {"": self.table}, tree_keys, inputs=inputs)
+            else:
+                assert buffers is not None
+                normed, ends = torch.empty_like(x), self.norm is not None
+                after = weight_and_eps(self.norm or self.layer.before_mlp)
+                run_fused_layer(
+                    self.layer, buffers, x, inputs, normed, self.table, *where, view, tree_keys, after, ends
+                )
+            normed = x if self.norm is None else normed
         normed = normed.view(rows, count, -1)
         return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
 
@@ -453,15 +436,7 @@ class EagleDrafter(Drafter):
             self.one_row[level] = tree_bias_one_row(mask, self.capacity, self.target.dtype)
         return self.one_row[level][..., self.capacity - seen :]
 
-    def _best(self, hidden: Hidden, count: int) -> tuple[Tensor, Tensor]:
-        """The best tokens after the nodes just run, as ``Levels.propose`` takes them."""
-        changed = self.shared is not None and self.shared.changes_logits
-        head = None if self.shortlists is not None or changed else self.draft_head
-        return best_by_head(hidden[1], head, self.eagle.config.outputs, self.ids, count, self._logits)
-
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits after the nodes just run, of what the LM head reads ``[B, n, d]``, and their tokens, as
-        ``Levels.propose`` takes them."""
+    def _logits(self, hidden: Tensor) -> Logits:
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden), self.ids
@@ -481,14 +456,7 @@ def to_target(eagle: Eagle, target: Target) -> Eagle:
 
 
 def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
-    """Check that a drafter has a position for each of the target's.
-
-    Args:
-        where: its name in the message.
-
-    Raises:
-        ValueError: it has fewer.
-    """
+    """Raise a ValueError unless a drafter has a position for each of the target's. ``where`` names it."""
     positions = eagle.config.max_position_embeddings
     if positions < target.context:
         raise ValueError(
@@ -546,12 +514,6 @@ def _rotations(eagle: Eagle, positions: int, device: torch.device, dtype: torch.
     return torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
 
 
-def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
-    """Time of a forward pass with one row and the choice of its tokens, in plain steps of the target; measured for at
-    most 0.1 s."""
-    return draft_time(drafter.with_tree((1,)), drafter.target, costs)
-
-
 def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
     to_target(eagle, target)
@@ -559,8 +521,7 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
-        begins[:, :-1] = supervised[:, 1:]
+        rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1))
         places = marked_places(begins)  # [B, P]
         begun = begins.gather(1, places).to(rows.device)
         places = places.to(rows.device)
@@ -584,12 +545,7 @@ def open_drafter(
     merged: bool,
     shortlist: ShortlistHead | None = None,
 ) -> Part:
-    """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the drafter; or the
-            weights are not those that the config promises.
-    """
+    """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
     given = read_dynamic(tree) or read_tree(tree)
     eagle = Eagle.from_artifact(config, weights, str(folder))
@@ -612,11 +568,6 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """What shortlists are made for.
-
-    Raises:
-        ValueError: the weights are not those that the config promises, or do not fit the target.
-    """
     eagle = Eagle.from_artifact(config, weights, str(folder))
     check_context(eagle, target, str(folder))
     return drafts(eagle, target)
@@ -645,7 +596,7 @@ def calibration(
         return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
 
     def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return step_time(costs, [pass_time(first(target), costs)])
+        return step_time(costs, [draft_time(first(target).with_tree((1,)), target, costs)])
 
     def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
         drafter = first(target).with_tree(tree)

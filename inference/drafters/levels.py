@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,17 @@ from torch.nn import functional as F
 
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.verify.sampling import sampling_distribution
+from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.verify.sampling import Noise, sampling_distribution
 from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
-H = TypeVar("H")  # hidden states of a level, as its drafter has them
+Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
+Logits = tuple[Tensor, Tensor | None]  # see DraftHead.logits
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
 # Of drafters with a cache of their own: more tokens than any text has; and how many of a text's last tokens may be
 # missing from the cache after steps without a draft, at least.
@@ -101,6 +103,24 @@ class Pass:
         """Hidden states ``[B, m, d]`` of the nodes run in the level above → each node's parent's ``[B, n, d]``."""
         return hidden if self.above is None else hidden.index_select(1, self.above)
 
+    def run(
+        self, runner: Runner, tokens: Tensor, lengths: Tensor, plans: Plans | None, left_out: Tensor | None
+    ) -> Tensor:
+        """Hidden states ``[B, n, d]`` by a causal LM; the arguments are those of :meth:`Runner.forward_nodes`."""
+        return runner.forward_nodes(
+            tokens,
+            lengths,
+            self.ancestors,
+            self.depth,
+            first=self.first,
+            key_depth=self.key_depth,
+            mask=self.mask,
+            fixed=True,
+            sees_all=self.sees_all,
+            plans=plans,
+            left_out=left_out,
+        )[0]
+
 
 def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
     """Forward passes of chains of 1, 2, … ``longest`` tokens, the first of them in the place of node 0."""
@@ -128,6 +148,39 @@ class _Choice:
         """``[B, n, k]`` values of the candidates → those of the level's nodes, ``[B, nodes]``."""
         values = values.flatten(1)
         return values if self.places is None else values.index_select(1, self.places)
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The LM head by which a drafter chooses tokens.
+
+    logits: what the LM head reads ``[B, n, d]`` → logits ``[B, n, S]`` for the token after each node, and the target's
+        tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1 standing for padding, whose
+        logits are −inf; the first S tokens if None.
+    module: the LM head whose first ``outputs`` outputs they are; None if they are made otherwise.
+    ids: ``[outputs]`` int64, the tokens of these; the first ones if None.
+    """
+
+    logits: Callable[[Tensor], Logits]
+    module: nn.Module | None
+    outputs: int
+    ids: Tensor | None
+
+    def best(self, out: Tensor, count: int, depth: int, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
+        of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
+        logits are written."""
+        weight = None
+        if noise is None and self.module is not None and count <= MAX_COUNT:
+            weight = kernel_weight(self.module, out)
+        if weight is None:
+            scores, tokens = self.logits(out)
+            return (
+                best_tokens(scores, count, True, tokens) if noise is None else noise.draft(scores, depth, count, tokens)
+            )
+        shape = (*out.shape[:2], count)
+        log_q, best = head_topk(out.flatten(0, 1), weight[: self.outputs], count, True, self.ids)
+        return log_q.view(shape), best.view(shape)
 
 
 class Levels:
@@ -223,24 +276,14 @@ class Levels:
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
     def propose(
-        self,
-        state: State,
-        hidden: H,
-        run: Callable[[int, Pass, Tensor, H], H],
-        logits: Callable[[H], tuple[Tensor, Tensor | None]],
-        best_of: Callable[[H, int], tuple[Tensor, Tensor]],
+        self, state: State, hidden: Hidden, run: Callable[[int, Pass, Tensor, Hidden], Hidden], head: DraftHead
     ) -> TokenTree:
         """Draft a tree.
 
         Args:
-            hidden: of the root; what hidden states are, the three functions agree on.
+            hidden: of the root.
             run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above) → the hidden states of
                 the level's nodes that are run.
-            logits: hidden states of the level just run → logits ``[B, n, S]`` for the token after each node, and the
-                target's tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1 standing
-                for padding, whose logits are −inf; the first S tokens if None.
-            best_of: (the same hidden states, k) → log probabilities ``[B, n, k]`` of the k best tokens after each node,
-                best first, and these tokens of the target, int64.
         """
         tokens = [state.root[:, None]]
         acceptances = [self.ones]
@@ -269,18 +312,14 @@ class Levels:
             above = level.of(acceptances[-1])[..., None] if weighs else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
-                if state.noise is None:
-                    log_q, best = best_of(hidden, choice.k)
-                else:
-                    scores, ids = logits(hidden)
-                    log_q, best = state.noise.draft(scores, depth, choice.k, ids)
+                log_q, best = head.best(hidden[1], choice.k, depth, state.noise)
                 acceptance = self.ones
                 if weighs:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
             else:
                 choice = self.drawn[depth]
                 k = choice.k
-                scores, ids = logits(hidden)
+                scores, ids = head.logits(hidden[1])
                 q = sampling_distribution(scores, settings)
                 node_uniforms = uniforms[:, used : used + level.count * k].view(self.rows, level.count, k)
                 used += level.count * k
@@ -338,36 +377,6 @@ class Levels:
         if q.shape[2] < self.target_vocabulary:
             q = F.pad(q, (0, self.target_vocabulary - q.shape[2]))
         return Draws(child, kind, q_row, q)
-
-
-def best_by_head(
-    hidden: Tensor,
-    head: nn.Module | None,
-    outputs: int,
-    ids: Tensor | None,
-    count: int,
-    logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor]:
-    """The best tokens after each node, by a kernel that writes no logits where it knows the LM head.
-
-    Args:
-        hidden: ``[B, n, d]``, what the LM head reads.
-        head: the LM head, whose output are the logits; None if they are made otherwise.
-        outputs: S, the number of its rows that are drafted from.
-        ids: ``[S]`` int64, their tokens; the first S if None.
-        count: k.
-        logits: as :meth:`Levels.propose` takes it.
-
-    Returns:
-        Log probabilities and tokens ``[B, n, k]``.
-    """
-    weight = None if head is None or count > MAX_COUNT else kernel_weight(head, hidden)
-    if weight is None:
-        scores, tokens = logits(hidden)
-        return best_tokens(scores, count, True, tokens)
-    shape = (*hidden.shape[:2], count)
-    log_q, best = head_topk(hidden.flatten(0, 1), weight[:outputs], count, True, ids)
-    return log_q.view(shape), best.view(shape)
 
 
 def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:

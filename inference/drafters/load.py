@@ -21,7 +21,8 @@ A family whose LM head may be cut to shortlists has one more, ``open_drafts(fold
 (:mod:`draftsmith.inference.drafters.rollouts`), which train/dynaspec.py records; its ``open_drafter`` and
 ``calibration`` then take ``shortlist``, a :class:`~draftsmith.models.shortlist.ShortlistHead` or None.
 
-That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
+All of them raise FileNotFoundError or ValueError where something is missing, damaged or does not fit. That a drafter
+belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """
 
 import difflib
@@ -107,11 +108,7 @@ class Calibration:
 
 
 def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
-    """The module of a drafter's family.
-
-    Raises:
-        ValueError: its drafter_type is not in :data:`FAMILIES`.
-    """
+    """The module of a drafter's family; a ValueError if its drafter_type is not in :data:`FAMILIES`."""
     kind = config["drafter_type"]
     if kind not in FAMILIES:
         matches = difflib.get_close_matches(kind, FAMILIES, n=1)
@@ -212,13 +209,7 @@ def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Dra
 
 def report_fields(name: str) -> dict[str, Any]:
     """Fields that the families of a drafter's folders add to its report; where several add one, the first folder's.
-
-    Args:
-        name: as :func:`load_drafter` takes it.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_drafter`.
-    """
+    ``name`` and what is raised are as in :func:`load_drafter`."""
     fields: dict[str, Any] = {}
     for each in filter(has_folder, parts_of(name)):
         folder = resolve_folder(each)
@@ -230,17 +221,13 @@ def report_fields(name: str) -> dict[str, Any]:
 
 
 def _untrained(name: str) -> Part:
-    if name.startswith(DRAFT_MODEL):
-        return _draft_model(name)
     if name.startswith(NGRAM):
         lengths = ngram_lengths(name)
         return Part(lambda target, options: NgramDrafter(target, **lengths))
-    selector, entries, expansion = compressed_of(name)
-    chosen = Selector(selector, entries)
-    return Part(lambda target, options: CompressedDrafter(target, chosen, expansion))
-
-
-def _draft_model(name: str) -> Part:
+    if not name.startswith(DRAFT_MODEL):
+        kind, entries, expansion = compressed_of(name)
+        compressed = Selector(kind, entries)
+        return Part(lambda target, options: CompressedDrafter(target, compressed, expansion))
     path, children, cache = draft_model_of(name)
     selector = None if cache is None else Selector(*cache)
 

@@ -1,8 +1,9 @@
 """Trees of ranks, and what held-out text says of them: which tree of N nodes is best, and its mean accepted length τ.
 
-A drafter with a fixed tree fills it by ranks: path (r_1, r_2, …) stands for its r_1-th best token at depth 1, then its
-r_2-th best at depth 2, …. All that is needed of a text is the rank that the drafter gives, at each depth, to the true
-token after the true ones before it: ``ranks [S, T, K]``.
+Path (r_1, r_2, …) stands for a drafter's r_1-th best token at depth 1, then its r_2-th best at depth 2, …. All that is
+needed of a text is the rank that the drafter gives, at each depth, to the true token after the true ones before it:
+``ranks [S, T, K]``. ``tokens, supervised [S, T]`` are as :func:`draftsmith.inference.engine.answers.answer` returns
+them.
 
 A path's probability is the share of positions where all its ranks are the true ones: joint counts, no independence
 assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its parent, so the N most frequent
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.eagle import Eagle, marked_places
@@ -32,16 +34,13 @@ MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
 SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
+_NO_POSITION = "no calibration position: every answer is shorter than the drafts are deep"
 
 
 def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
     """The token that a draft of each depth has to be in order to be right.
 
     A step begins at position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
-        depth: K.
 
     Returns:
         ``[S, T, K]`` int64; −1 where no step begins or where the same answer has no such token.
@@ -56,15 +55,8 @@ def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
 
 
 def label_ranks(best: Tensor, labels: Tensor) -> Tensor:
-    """The place of each label among a drafter's best tokens.
-
-    Args:
-        best: ``[…, R]`` int64 token ids, the most likely first, R ≤ :data:`MAX_RANK`.
-        labels: ``[…]`` int64, −1 where there is none.
-
-    Returns:
-        ``[…]`` int64: the rank, :data:`MAX_RANK` if the label is not among them, −1 where there is no label.
-    """
+    """The place of each label ``[…]`` int64 (−1: none) among a drafter's best tokens ``[…, R]`` int64, the most likely
+    first: ``[…]`` int64, :data:`MAX_RANK` if it is not among them, −1 where there is no label."""
     match = best == labels[..., None]
     ranks = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
     return torch.where(labels >= 0, ranks, -1)
@@ -82,7 +74,6 @@ def head_ranks(
     """The rank that each Medusa head gave to the true token.
 
     Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
         on_done: called with the number of sequences done so far.
 
     Returns:
@@ -95,8 +86,7 @@ def head_ranks(
     top, draft_head = min(MAX_RANK, heads.config.outputs), heads.draft_head(target.lm_head)
     for start in range(0, sequences, batch_size):
         part = slice(start, start + batch_size)
-        begins = torch.zeros_like(supervised[part])
-        begins[:, :-1] = supervised[part, 1:]
+        begins = F.pad(supervised[part, 1:], (0, 1))
         hidden = target.hidden(tokens[part].long().to(target.device))[begins.to(target.device)]  # [P, d]
         features = heads.features(hidden.to(heads.weight.dtype))
         labels = draft_labels(tokens[part], supervised[part], num_heads)
@@ -120,14 +110,8 @@ def eagle_ranks(
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
-    drafted itself: the target's features end at the position where the step begins.
-
-    Args:
-        tokens, supervised, on_done: as :func:`head_ranks` takes them.
-        depth: K.
-
-    Returns:
-        ``[S, T, K]`` int64 as :func:`head_ranks`.
+    drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
+    of :func:`head_ranks`; ``depth``: K.
     """
     ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
@@ -135,8 +119,7 @@ def eagle_ranks(
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
         rows = tokens[part].to(target.device)
-        begins = torch.zeros_like(supervised[part])
-        begins[:, :-1] = supervised[part, 1:]
+        begins = F.pad(supervised[part, 1:], (0, 1))
         places = marked_places(begins)  # [B, P]
         begun = begins.gather(1, places)
         labels = draft_labels(tokens[part], supervised[part], depth)
@@ -158,7 +141,6 @@ def next_token_ranks(
 
     Args:
         model: of the target's vocabulary.
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
         draft_vocab: ``[D]`` int64, ascending: the tokens that it drafts; all if None.
 
     Returns:
@@ -184,15 +166,8 @@ def next_token_ranks(
 
 
 def chained_ranks(next_ranks: Tensor, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
-    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`.
-
-    Args:
-        next_ranks, tokens, supervised: ``[S, T]``.
-        depth: K.
-
-    Returns:
-        ``[S, T, K]`` int64 as :func:`head_ranks`: at position t and depth k, the rank of token t + k + 1.
-    """
+    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`: ``[S, T, K]`` int64
+    as :func:`head_ranks`, at position t and depth k the rank of token t + k + 1."""
     labels = draft_labels(tokens, supervised, depth)
     ranks = torch.full_like(labels, -1)
     for k in range(min(depth, tokens.shape[1] - 2)):
@@ -220,7 +195,7 @@ def best_tree(ranks: Tensor, nodes: int) -> Topology:
     """
     counts, positions = path_counts(ranks)
     if not positions:
-        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+        raise ValueError(_NO_POSITION)
     # Ties go to the shorter path, so that no child comes without its parent.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return Topology(tuple(order[: nodes - 1]))
@@ -255,11 +230,7 @@ def head_facts(ranks: Tensor) -> dict[str, Any]:
 
 def simulate(topology: Topology, ranks: Tensor) -> float:
     """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
-    decoding, since the sequences are the target's own.
-
-    Args:
-        ranks: ``[S, T, K]`` as :func:`head_ranks` returns them.
-    """
+    decoding, since the sequences are the target's own. ``ranks``: ``[S, T, K]``."""
     return simulate_ensemble((topology,), ranks[:, :, None])
 
 
@@ -281,7 +252,7 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
     """
     full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
     if not full.shape[1]:
-        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+        raise ValueError(_NO_POSITION)
     reached = torch.zeros(full.shape[1], dtype=torch.int64)
     trees: list[list[tuple[int, ...]]] = [[] for _ in full]
     right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right
@@ -357,16 +328,13 @@ def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tenso
 
     Args:
         next_ranks: ``[…, S, T]`` of :func:`next_token_ranks`.
-        supervised: ``[S, T]`` bool.
 
     Returns:
         ``[…, A]`` bool, of the A answers in order of their rows; an answer is a run of supervised tokens.
     """
     marks = supervised.clone()
     marks[:, 0] = False  # no model predicts a text's first token
-    before = torch.zeros_like(marks)
-    before[:, 1:] = marks[:, :-1]
-    starts = (marks & ~before).nonzero()
+    starts = (marks & ~F.pad(marks[:, :-1], (1, 0))).nonzero()
     matched = torch.ones(*next_ranks.shape[:-2], len(starts), dtype=torch.bool)
     inside = torch.ones(len(starts), dtype=torch.bool)
     for shift in range(count):

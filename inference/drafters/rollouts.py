@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftsmith.inference.drafters.ranks import LOGITS, MAX_RANK, draft_labels
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of
@@ -116,8 +117,7 @@ def record(
         dtype: of the hidden states that are kept.
         on_done: called with the number of sequences done so far.
     """
-    begins = torch.zeros_like(supervised)
-    begins[:, :-1] = supervised[:, 1:]
+    begins = F.pad(supervised[:, 1:], (0, 1))
     parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)
     for start in range(0, len(tokens), batch_size):
@@ -166,7 +166,7 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     """Apply shortlists to what was recorded, each node having its own; None: the whole head."""
     device = next(embed.parameters()).device
     columns = list[Tensor]()
-    sums = torch.zeros(5, recorded.label.shape[1], dtype=torch.float64)
+    sums = torch.zeros(5, recorded.label.shape[1], dtype=torch.float64)  # tokens, dropped, top1, top10, count
     for k, label in enumerate(recorded.label.unbind(1)):
         nodes = (label >= 0).nonzero()[:, 0]  # where a step begins and the answer has a token for this depth
         best, label = recorded.best[nodes, k], label[nodes]
@@ -193,5 +193,4 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     ranks[recorded.begins] = torch.stack(columns, 1)
     tokens, dropped, top1, top10, count = sums.clamp(min=1e-9)
     shares = tokens / count, top1 / count, top10 / count, dropped / (tokens + dropped)
-    size, first, ten, left_out = ([round(float(x), 4) for x in share] for share in shares)
-    return Kept(ranks, size, first, ten, left_out)
+    return Kept(ranks, *([round(float(x), 4) for x in share] for share in shares))

@@ -172,12 +172,7 @@ def open_drafter(
     merged: bool,
     shortlist: ShortlistHead | None = None,
 ) -> Part:
-    """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the SSMs; or the config
-            or the draft vocabulary is damaged; or there are shortlists and several SSMs.
-    """
+    """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded."""
     assert tree is not None
     check_config(folder, config, weights)
     if shortlist is not None:
@@ -198,11 +193,6 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """What shortlists are made for.
-
-    Raises:
-        FileNotFoundError, ValueError: there are several SSMs, or it is damaged, or does not fit the target.
-    """
     check_config(folder, config, weights)
     _check_single(folder, config)
     ensemble = load_ensemble(folder, config, weights, target)

@@ -131,19 +131,13 @@ class Budget:
         self.corrections.clear()
 
     def begin(self, rows: slice) -> None:
-        """New texts begin in these rows."""
         for row in range(rows.start, rows.stop):
             self.came_true[:, row] = self.estimated[:, row] = 0
             self._correct(row)
 
     def start(self, lengths: Sequence[int], active: Sequence[bool], most: int | None = None) -> None:
-        """A step begins.
-
-        Args:
-            lengths: cached tokens of each row, 0 where there is no text.
-            active: whether each row has a text.
-            most: nodes of this step's trees, at most.
-        """
+        """A step begins, of rows with so many cached tokens (0 where there is no text). ``active``: whether each has a
+        text; ``most``: nodes of the step's trees, at most."""
         self.most = self.limit if most is None else min(most, self.limit)
         self.active, self.weights = active, None if all(active) else torch.tensor(active)[:, None].float()
         self.tokens = self.roots = float(sum(active))  # expected of all rows
@@ -187,12 +181,8 @@ class Budget:
         return True
 
     def another_level(self, number: int, acceptance: Tensor, depth: Tensor) -> bool:
-        """Whether a drafter that is asked drafts another level.
-
-        Args:
-            acceptance: ``[B, M]`` of all candidates so far, the root included.
-            depth: ``[1 or B, M]`` of them.
-        """
+        """Whether a drafter that is asked drafts another level, after candidates of these acceptance probabilities
+        ``[B, M]`` and depths ``[1 or B, M]``, the root included."""
         self._passed(number)
         if self.sources[number].trial:
             self.ended = True
@@ -227,9 +217,9 @@ class Budget:
         rate = max(RATE, 1 / source.asked)
         if source.trial:  # what was known of it before no longer counts
             gain, rate = gain * float(self.factors[number, :, 1].mean()), 1.0
-        for name, value in (("gain", gain / max(self.roots, 1.0)), ("nodes", count - 1), ("levels", self.level)):
-            known = getattr(source, name)
-            setattr(source, name, known + rate * (value - known))
+        source.gain += rate * (gain / max(self.roots, 1.0) - source.gain)
+        source.nodes += rate * (count - 1 - source.nodes)
+        source.levels += rate * (self.level - source.levels)
         self.drafting, self.tokens, self.nodes = self.drafting + cost, self.tokens + gain, self.nodes + count - 1
 
     def corrected(self, number: int, acceptance: Tensor, depth: Tensor) -> Tensor:
@@ -403,11 +393,8 @@ class Sizes:
         self.seconds[count].add(seconds)
 
     def committed(self, count: int, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
-        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count.
-
-        Args:
-            expected: of each row, the expected tokens of each size; not read where nothing was drafted.
-        """
+        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count. ``expected``:
+        by row, the expected tokens of each size; not read where nothing was drafted."""
         rows = [row for row, number in enumerate(tokens) if number > 0]
         if not rows or count == 1:
             return

@@ -16,15 +16,8 @@ import torch
 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.engine.runner import engine_attention, find_lean
-from draftsmith.inference.engine.step import (
-    Step,
-    capacity_for,
-    on_device,
-    refuse_synchronisation,
-    static_by_default,
-    why_no_graph,
-)
+from draftsmith.inference.engine.runner import engine_attention, find_lean, refuse_synchronisation, why_no_graph
+from draftsmith.inference.engine.step import Step, capacity_for, on_device, static_by_default
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, chain
 from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 from draftsmith.models.target import Target
@@ -89,10 +82,18 @@ class _Chain(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
-def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES) -> StepCosts:
-    """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder.
+def _chain_step(target: Target, lean: bool | None, rows: int, cached: int, nodes: int) -> Step:
+    """A step whose rows all have a text of ``cached`` tokens."""
+    drafter = _Chain(nodes, target.device)
+    capacity, static = capacity_for(cached, drafter), static_by_default(target)
+    step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
+    step.active.fill_(True)
+    return step
 
-    Measurements of fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine) are not kept.
+
+def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES) -> StepCosts:
+    """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder, except
+    by fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine).
 
     Args:
         lean: as :class:`draftsmith.inference.engine.engine.SpeculativeDecoder` takes it.
@@ -182,10 +183,7 @@ def context_costs(
     measured: dict[tuple[int, int, int], float] = {}
     with engine_attention([target]):
         for rows, cached, nodes in itertools.product(sorted({1, *batches}), lengths, (1, 5)):
-            drafter = _Chain(nodes, target.device)
-            capacity, static = capacity_for(cached, drafter), static_by_default(target)
-            step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
-            step.active.fill_(True)
+            step = _chain_step(target, lean, rows, cached, nodes)
             measured[rows, cached, nodes] = min(_time(step, cached) for _ in range(7))
     return ContextCosts(known, measured)
 
@@ -205,12 +203,9 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCost
         for _, shape in itertools.product(range(ROUNDS), shapes):
             if deadline and time.perf_counter() > deadline:
                 break
-            cached, size = shape
+            cached, _ = shape
             if shape not in steps:
-                drafter = _Chain(size, target.device)
-                capacity, static = capacity_for(cached, drafter), static_by_default(target)
-                steps[shape] = Step(target, drafter, "greedy", 1, capacity, static=static, lean=lean)
-                steps[shape].active.fill_(True)
+                steps[shape] = _chain_step(target, lean, 1, *shape)
                 _time(steps[shape], cached)  # the first step allocates, tunes and captures
             seconds = min(_time(steps[shape], cached) for _ in range(REPEATS))
             fastest[shape] = min(seconds, fastest.get(shape, seconds))

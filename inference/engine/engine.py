@@ -151,10 +151,9 @@ class SpeculativeDecoder:
         on_tree: OnTree | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode prompts with the same limits and stops. See :meth:`serve`.
+        """Decode prompts with the same limits and stops, see :class:`Request` and :meth:`serve`.
 
         Args:
-            max_new_tokens: limit per prompt.
             sampling: sampling parameters of all prompts, or one for each.
             batch_size: number of prompts decoded at once; all if left out.
 
@@ -257,11 +256,7 @@ class SpeculativeDecoder:
         return results
 
     def _length(self, number: int, request: Request) -> int:
-        """Number of tokens of a request's prompt and answer.
-
-        Raises:
-            ValueError: the request is not valid; the message has its number, from 1.
-        """
+        """Tokens of a request's prompt and answer; a ValueError with its number, from 1, if it is not valid."""
         where, context, vocabulary = f"prompt {number + 1}", self.target.context, self.target.vocab_size
         if not isinstance(request, Request):
             raise ValueError(f"{where} is of type {type(request).__name__}; give a Request")
@@ -270,8 +265,7 @@ class SpeculativeDecoder:
         prompt = len(request.prompt)
         if not prompt:
             raise ValueError(f"{where} is empty; give it at least one token")
-        wrong = _wrong_id(request.prompt, vocabulary)
-        if wrong:
+        if wrong := _wrong_id(request.prompt, vocabulary):
             raise ValueError(f"{where}: token {wrong}")
         if prompt >= context:
             raise ValueError(
@@ -284,12 +278,10 @@ class SpeculativeDecoder:
         if not isinstance(request.sampling, Sampling):
             raise ValueError(f"{where}: sampling is of type {type(request.sampling).__name__}; give a Sampling")
         stops, strings = request.stop_ids, request.stop_strings
-        if stops is not None:
-            if not (isinstance(stops, Set) or _is_list(stops)):
-                raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")
-            wrong = _wrong_id(stops, vocabulary)
-            if wrong:
-                raise ValueError(f"{where}: stop id {wrong}")
+        if stops is not None and not (isinstance(stops, Set) or _is_list(stops)):
+            raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")
+        if wrong := _wrong_id(stops or (), vocabulary):
+            raise ValueError(f"{where}: stop id {wrong}")
         if not (_is_list(strings) and all(isinstance(string, str) for string in strings)):
             raise ValueError(f"{where}: stop_strings {strings!r}: must be a list of texts")
         if "" in strings:
@@ -315,16 +307,8 @@ class SpeculativeDecoder:
             if self.static:
                 # Rounded up, so that the next call can reuse captured graphs and compiled code.
                 capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
-            self._step = step = Step(
-                self.target,
-                self.drafter,
-                mode,
-                rows,
-                capacity,
-                static=self.static,
-                compiled=self.compiled,
-                lean=self.lean,
-            )
+            options: dict[str, Any] = {"static": self.static, "compiled": self.compiled, "lean": self.lean}
+            self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step
 
 
@@ -386,12 +370,10 @@ class _Queue:
     def fill(self, clock: Clock | None) -> None:
         """Begin requests in free rows, until no row is free or no request waits."""
         while new := self._next_texts():
-            begin = new[0][0]
-            texts = [text for _, text in new]
-            requests = [text.request for text in texts]
-            rows = slice(begin, begin + len(new))
+            rows = slice(new[0][0], new[0][0] + len(new))
+            requests = [text.request for _, text in new]
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
-            for row, text, token in zip(range(rows.start, rows.stop), texts, first, strict=True):
+            for (row, text), token in zip(new, first, strict=True):
                 if token < 0:
                     raise self._not_finite(text)
                 self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
@@ -450,13 +432,8 @@ class _Queue:
                     text.result.drafted += nodes - 1
 
     def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
-        """Add a step's counts by source.
-
-        Args:
-            accepted: source bits of the accepted tokens.
-            drafted: number of drafted nodes.
-            proposed: number of nodes that each source proposed.
-        """
+        """Add a step's counts by source: ``accepted`` has the source bits of the accepted tokens, ``drafted`` is the
+        number of drafted nodes, ``proposed`` the number of those that each source proposed."""
         result.drafted += drafted
         if not result.proposed:
             result.proposed, result.accepted_from = [0] * len(proposed), [0] * len(proposed)

@@ -35,6 +35,8 @@ from draftsmith.models.target import Target, cache_argument
 ATTENTION = "draftsmith_tree"
 # On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
 COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
+# In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
+_NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 
 
 def _attention(
@@ -331,3 +333,22 @@ class Runner:
 def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:
     """Features ``[B, N, F]`` from the result of :meth:`Runner.forward`."""
     return torch.cat((hidden, *captured), -1) if captured else hidden
+
+
+def why_no_graph(error: RuntimeError) -> str | None:
+    """The reason why a step that failed in warm-up or capture cannot be captured; None for an error of another kind,
+    such as a device error, which must not be passed over."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
+        return None
+    return lines[0]
+
+
+@contextmanager
+def refuse_synchronisation() -> Iterator[None]:
+    """Context in which an operation on a GPU that waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

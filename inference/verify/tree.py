@@ -76,13 +76,8 @@ class TokenTree:
 
 
 def one_hot_draws(parent: Tensor, valid: Tensor, max_children: int) -> Draws:
-    """Every node as a one-hot draw of its parent, in node order.
-
-    Args:
-        parent: ``[B, N]`` int32, −1 at the root.
-        valid: ``[B, N]`` bool; padding is no draw.
-        max_children: of any node (K).
-    """
+    """Every node as a one-hot draw of its parent, in node order; padding is no draw. Parents and ``valid`` are a
+    :class:`TokenTree`'s; K = ``max_children`` of any node."""
     nodes = parent.shape[1]
     numbers = torch.arange(nodes, device=parent.device)
     columns = max_children + 1  # the last one is cut off
@@ -236,23 +231,15 @@ def packed(mask: Tensor) -> Tensor:
 
 
 def read_tree(path: Path) -> Topology:
-    """Read a tree: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or nested tuples as text (vLLM's
-    former ``speculative_token_tree``).
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing, not a tree, or has more than ``MAX_NODES`` nodes.
-    """
-    return _tree_in(path, _read_content(path))
+    """Read a tree of at most ``MAX_NODES`` nodes: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or
+    nested tuples as text (vLLM's former ``speculative_token_tree``)."""
+    return _tree_in(path, read_content(path))
 
 
 def read_trees(path: Path, count: int) -> tuple[Topology, ...]:
     """Read the trees of ``count`` drafters: ``{"parts": [[[0], [0, 0]], …]}``, a list of rank paths for each of them,
-    or a file of :func:`read_tree`, whose tree all of them have.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`; or it has trees for another number of drafters.
-    """
-    content = _read_content(path)
+    or a file of :func:`read_tree`, whose tree all of them have."""
+    content = read_content(path)
     if not isinstance(content, dict) or "parts" not in content:
         return (_tree_in(path, content),) * count
     parts = content["parts"]
@@ -262,8 +249,9 @@ def read_trees(path: Path, count: int) -> tuple[Topology, ...]:
     return tuple(_tree_in(path, part) for part in parts)
 
 
-def _read_content(path: Path) -> Any:
-    """What a tree's file holds: a JSON value or a Python literal."""
+def read_content(path: Path) -> Any:
+    """What a tree's file holds: a JSON value or a Python literal. The functions that read one raise FileNotFoundError
+    if it is missing, and ValueError if it holds neither or something else than they read."""
     try:
         text = read_text(path, "tree")
     except FileNotFoundError:
@@ -297,25 +285,15 @@ def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
 
 def chosen_at_load(path: Path) -> bool:
     """Whether a tree's nodes are chosen from its candidates when the drafter is loaded, by what steps cost there: the
-    file has ``at_load``, from ``inference/calibrate.py --at-load``.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    content = _read_content(path)
+    file has ``at_load``, from ``inference/calibrate.py --at-load``."""
+    content = read_content(path)
     return isinstance(content, dict) and content.get("at_load") is True
 
 
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
-    """Read the paths that a merge may choose from, and their acceptance probabilities from calibration.
-
-    These are ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per
-    depth.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    topology, rates = _tree_in(path, _read_content(path)), calibrated_rates(path)
+    """Read the paths that a merge may choose from, and their acceptance probabilities from calibration:
+    ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per depth."""
+    topology, rates = read_tree(path), calibrated_rates(path)
     if not rates:
         return topology, [0.5 ** len(entry) for entry in topology.paths]
     topology = _topology(path, list(rates))
@@ -323,22 +301,14 @@ def read_candidates(path: Path) -> tuple[Topology, list[float]]:
 
 
 def calibrated_rates(path: Path) -> dict[Ranks, float]:
-    """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    content = _read_content(path)
+    """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it."""
+    content = read_content(path)
     calibration = content.get("calibration") if isinstance(content, dict) else None
     entries = calibration.get("candidates") if isinstance(calibration, dict) else None
     rates: dict[Ranks, float] = {}
     for entry in entries if isinstance(entries, list) else []:
         ranks, rate = (entry.get("path"), entry.get("rate")) if isinstance(entry, dict) else (None, None)
-        if (
-            not isinstance(ranks, list)
-            or not all(type(rank) is int for rank in ranks)
-            or not isinstance(rate, int | float)
-        ):
+        if not (isinstance(ranks, list) and all(type(r) is int for r in ranks) and isinstance(rate, int | float)):
             raise ValueError(f'{path}: a candidate is {entry!r}, not {{"path": [0, 1], "rate": 0.4}}')
         rates[tuple(ranks)] = float(rate)
     return rates
