@@ -200,15 +200,8 @@ def choose(
     time_is_up: Callable[[], bool],
     lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:
-    """Time the best trees of each size; returns those that were timed, with expected τ and cost on this device.
-
-    Args:
-        ranks: ``[S, T, n, K]`` of the text.
-        prompts: token ids; the timed steps continue them.
-        sizes: numbers of nodes, rising.
-        time_is_up: as :func:`race` takes it.
-        lean: as :class:`SpeculativeDecoder` takes it.
-    """
+    """Time the best trees of each size on continuations of the prompts; returns those that were timed, with expected τ
+    and cost on this device. Arguments are those of :func:`trees_by_size` and :func:`race`."""
     step_time = calibration.step_time and calibration.step_time(target, step_costs(target, lean))
     trees = trees_by_size(ranks, sizes, step_time)
     taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
@@ -252,14 +245,8 @@ def compare(
     time_is_up: Callable[[], bool],
     lean: bool | None = None,
 ) -> list[Compared]:
-    """Decode the same texts with the fixed tree and the dynamic ones, each prompt by all of them in turn.
-
-    Args:
-        drafters: with the fixed tree, then with each of :data:`SHAPES`.
-        prompts: token ids.
-        time_is_up: called before each prompt but the first.
-        lean: as :class:`SpeculativeDecoder` takes it.
-    """
+    """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn. ``drafters``:
+    with the fixed tree, then with each of :data:`SHAPES`; ``time_is_up``: called before each prompt but the first."""
     clock, longest = _clock(target), max(prompts, key=len)
     decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
     for decoder in decoders:  # allocates, for all prompts, and chooses the forms of products
@@ -286,13 +273,10 @@ def _clock(target: Target) -> Callable[[], float]:
 
 
 def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:
-    """Up to ``count`` prompts from rows spread over the text.
+    """Up to ``count`` prompts from rows spread over the text ``[S, T]``.
 
     Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
     as documents are, it is the first half of the row. Rows without an answer give none.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
     """
     labelled = [row for row in range(len(tokens)) if supervised[row].any()]
     rows = [row for row in labelled if not supervised[row, 0]] or labelled
@@ -310,11 +294,7 @@ def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> T
 
 
 def check_idle(folder: Path) -> None:
-    """Refuse a run that another command is writing: its drafter would not fit the tree.
-
-    Raises:
-        ValueError: one is.
-    """
+    """Refuse, by a ValueError, a run that another command is writing: its drafter would not fit the tree."""
     if (folder / ".lock").exists():
         try:
             with locked(folder / ".lock", wait=False):
@@ -347,36 +327,31 @@ def print_costs(target: Target, lean: bool | None) -> None:
     print(", ".join(f"{rows}: {cost:.2f}" for rows, cost in costs.points))
 
 
+def positions_of(ranks: Tensor) -> int:
+    """Number of positions of ``[S, T, n, K]`` at which a step begins."""
+    return int((ranks[:, :, 0, 0] >= 0).sum())
+
+
 def write_candidates(folder: Path, ranks: Tensor) -> None:
-    """Write a tree.json whose nodes are chosen at load.
-
-    Args:
-        ranks: ``[S, T, 1, K]`` of the text.
-
-    Raises:
-        ValueError: there is no position to count on.
-    """
+    """Write a tree.json whose nodes are chosen at load, by the text's ranks ``[S, T, 1, K]``."""
     facts = head_facts(ranks)
     known = facts["candidates"]
-    taus: dict[int, float] = {}
-    for trees in trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1]):
-        taus[nodes_of(trees)] = round(simulate_ensemble(trees, ranks), 4)
-    calibration = {"positions": int((ranks[:, :, 0, 0] >= 0).sum()), **facts, "mean_accepted_length_by_nodes": taus}
+    by_size = trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1])
+    taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
+    calibration = {"positions": positions_of(ranks), **facts, "mean_accepted_length_by_nodes": taus}
     paths = [one["path"] for one in known]
     write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
     said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
     print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
 
 
-def print_choices(choices: Sequence[Choice]) -> None:
+def print_measured(choices: Sequence[Choice], compared: Sequence[Compared]) -> None:
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
         print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
-
-
-def print_compared(compared: Sequence[Compared]) -> None:
-    print("  dynamic trees beside the tree chosen")
-    print("  top_k  depth  nodes     τ  speed-up over it")
+    if compared:
+        print("  dynamic trees beside the tree chosen")
+        print("  top_k  depth  nodes     τ  speed-up over it")
     for c in compared:
         print(f"  {c.shape.top_k:5d}  {c.shape.depth:5d}  {c.shape.nodes:5d}  {c.tau:4.2f}  {c.speed:16.2f}")
 
@@ -440,7 +415,7 @@ def main() -> None:
             ranks = drafter.ranks(target, batch["tokens"], batch["supervised"])
             parts.append({**batch, "ranks": ranks[:, :, None] if ranks.dim() == 3 else ranks})
             show_time()
-            if sum(int((done["ranks"][:, :, 0, 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
+            if sum(positions_of(done["ranks"]) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         if args.at_load:
@@ -460,16 +435,14 @@ def main() -> None:
             limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
             decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
             compared = compare(target, decoding, prompts, time_is_up, lean)
-    positions = int((ranks[:, :, 0, 0] >= 0).sum())
+    positions = positions_of(ranks)
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(
         f"calibrated on {positions:,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
         f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
         + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
     )
-    print_choices(choices)
-    if compared:
-        print_compared(compared)
+    print_measured(choices, compared)
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     calibration = {
         "positions": positions,

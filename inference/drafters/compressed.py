@@ -51,14 +51,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Selector:
-    """Which K/V entries a compressed cache holds.
-
-    name: ``streamingllm``, ``snapkv`` or ``topk``.
-    entries: K, more than its sinks or observed queries.
-
-    Raises:
-        ValueError: there is no such selector, or K is too small.
-    """
+    """Which K/V entries a compressed cache holds: ``streamingllm``, ``snapkv`` or ``topk``, and K, more than its sinks
+    or observed queries; else a ValueError."""
 
     name: str
     entries: int
@@ -83,8 +77,7 @@ def attention_scores(
     the queries, averaged over ``pool`` neighbours (zeros beyond the ends), summed over the heads of a group.
 
     Args:
-        queries: ``[Hq, w, D]``, rotated, of the last w of the S tokens.
-        keys: ``[Hkv, S, D]``, rotated.
+        queries, keys: ``[Hq, w, D]`` of the last w of the S tokens and ``[Hkv, S, D]``, rotated.
         scale, softcap: of the scores, as ``tree_attention`` takes them.
         pool: odd.
 
@@ -105,10 +98,6 @@ def attention_scores(
 
 class CompressedCache:
     """A cache of K entries of each row of a model's own cache, and of what is appended to them.
-
-    Args:
-        model: whose K/V it holds.
-        selector: of the entries.
 
     cache: the entries, after ``allocate``. full: the model's own cache, from which they are selected.
     left_out: ``[B]`` int64, tokens before a row's last entry that have none.
@@ -132,12 +121,8 @@ class CompressedCache:
                 raise ValueError(f"streamingllm: model '{model.name}': sinks cannot be rotated ({why}); use snapkv")
 
     def allocate(self, full: KVCache, room: int, step_tokens: int) -> None:
-        """Allocate it beside the model's own cache.
-
-        Args:
-            room: slots beyond ``most`` that a step needs.
-            step_tokens: tokens by which a text grows in a step, at most.
-        """
+        """Allocate it beside the model's own cache. ``room``: slots beyond ``most`` that a step needs;
+        ``step_tokens``: tokens by which a text grows in a step, at most."""
         rows, device = full.rows, full.lengths.device
         self.full, self.step_tokens, self.most = full, step_tokens, self.selector.entries + APPENDED
         self.cache = KVCache(self.model, rows, self.most + room, full.positions)
@@ -159,7 +144,6 @@ class CompressedCache:
         self.pending |= {*range(rows.start, rows.stop)}
 
     def end(self, row: int) -> None:
-        """The row's text has ended."""
         self.pending.discard(row)
         self.held[row] = self.without[row] = self.stored[row] = 0
         self.left_out[row] = 0
@@ -187,10 +171,7 @@ class CompressedCache:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """The rows whose texts begin, or of which more than ``most`` entries would be held; with ``topk`` more than K.
-
-        Args:
-            lengths: tokens of each row that the model's own cache holds, or is given before a selection.
-        """
+        ``lengths``: tokens of each that the model's own cache holds, or is given before a selection."""
         most = self.selector.entries if self.selector.name == "topk" else self.most
         return [n for n, length in enumerate(lengths) if n in self.pending or length - self.without[n] > most]
 
@@ -283,16 +264,8 @@ class CompressedCache:
 
 
 class CompressedDrafter(Drafter):
-    """The target as its own drafter, over a compressed cache.
-
-    Args:
-        target: also the model that drafts.
-        selector: of the cache's entries.
-        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
-
-    Raises:
-        ValueError: the tree is empty, not positive, or too large; or as :class:`CompressedCache`.
-    """
+    """The target as its own drafter, over a compressed cache. What is raised is said by
+    :class:`~draftsmith.inference.drafters.levels.Levels`, which takes the tree, and :class:`CompressedCache`."""
 
     def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
         self.target, self.selector, self.entries = target, selector, CompressedCache(target, selector)

@@ -1,11 +1,10 @@
 """A draft model: any causal LM with the target's tokenizer drafts a tree level by level (SpecInfer, arXiv 2305.09781
-§3). The tree is an expansion ⟨k1, …, km⟩, in which every node at depth i − 1 gets k_i children (⟨1, …, 1⟩ is a chain,
-arXiv 2211.17192), or any tree of ranks.
+§3; a chain: arXiv 2211.17192).
 
 The model has its own K/V cache, with the target's lengths. Node i of the tree is in slot L + i there, too, and a commit
-moves the K/V of accepted nodes as in the target's cache. Only nodes that have children are run; they come first in
-their level. Accepted tokens that the model has not run (leaves; nodes that other drafters of a merge propose) are run
-with the next root, in one forward pass.
+moves the K/V of accepted nodes as in the target's cache. Only nodes that have children are run. Accepted tokens that
+the model has not run (leaves; nodes that other drafters of a merge propose) are run with the next root, in one forward
+pass.
 
 With shortlists (:mod:`draftsmith.models.shortlist`) a level computes only some rows of the model's LM head. A router
 reads the node's own token and the hidden state that the LM head reads: the model continues from tokens alone, so that
@@ -15,6 +14,8 @@ Shape letters: B rows, N nodes, n nodes of a level that are run, k best tokens o
 vocabulary, d hidden width, A depth of the deepest node + 1, T tokens of a text, P positions where a step begins.
 """
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from copy import copy
 
@@ -47,11 +48,8 @@ from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Check that a draft model's tokenizer has the target's vocabulary; skipped if one of them has no tokenizer.
-
-    Raises:
-        ValueError: the vocabularies differ.
-    """
+    """Raise a ValueError unless a draft model's tokenizer has the target's vocabulary, or one of them has no
+    tokenizer."""
     if model.tokenizer is None or target.tokenizer is None or model.tokenizer is target.tokenizer:
         return
     ids, target_ids = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
@@ -66,11 +64,7 @@ def check_vocabulary(model: Target, target: Target) -> None:
 
 
 class DraftModelDrafter(Drafter):
-    """A causal LM that drafts for a target.
-
-    In greedy and typical mode the node of path (…, r) is its parent's r-th best token. In sampling mode a node with c
-    children draws c tokens from the model's distribution under the request's own sampling parameters, except a
-    repetition penalty; its children, in rank order, are these draws.
+    """A causal LM that drafts for a target, by :class:`~draftsmith.inference.drafters.levels.Levels`.
 
     Beyond the model's own context all positions are its last one; drafts there are rarely accepted.
 
@@ -165,11 +159,8 @@ class DraftModelDrafter(Drafter):
         for number, level in enumerate(self.levels.passes):
             ran[number:, level.first : level.first + level.count] = True
         self.ran = ran.to(device).unbind()
-        firsts = self.layout.firsts
-        self.has_early_leaves = any(
-            count < after - first
-            for first, after, count in zip(firsts, firsts[1:], self.layout.runs[:-1], strict=False)
-        )
+        sizes = (after - first for first, after in itertools.pairwise(self.layout.firsts))
+        self.has_early_leaves = any(map(operator.lt, self.layout.runs[:-1], sizes))
         # Chains of 1, 2, … tokens that are run before the first level: missing tokens, then the root.
         self.chains = chain_passes(self.max_missing + 1, rows, device)
         # Number of tokens of each text in the model's cache, and the tokens after these, up to the root. The number of
@@ -264,8 +255,7 @@ class DraftModelDrafter(Drafter):
         return lengths if self.entries is None else (lengths - self.entries.left_out).clamp(max=self.last_slot)
 
     def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
-        """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
-        what the LM head reads, so that it cannot run beside the layers."""
+        """Choose the shortlist of a level's nodes ``[B, n]``, after they were run."""
         shortlists.choose(self.embed(self._readable(tokens)), hidden, depth)
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
@@ -301,10 +291,8 @@ class DraftModelDrafter(Drafter):
             self.missing_tokens[:, : self.verified_depth] = tree.tokens.gather(1, node)
 
     def _run_root(self, state: State) -> Tensor:
-        """Run the missing tokens and the root; returns the root's hidden states ``[B, 1, d]``.
-
-        Rows with fewer missing tokens are padded on the right; the tree's nodes later overwrite the padding.
-        """
+        """Run the missing tokens and the root; returns the root's hidden states ``[B, 1, d]``. Rows with fewer missing
+        tokens are padded on the right; the tree's nodes later overwrite the padding."""
         missing = (state.length - self.cached).clamp(min=0)  # [B]
         longest = int(missing.max()) if self.eager else self.max_missing
         if not longest:
@@ -336,11 +324,7 @@ def _drafted_rows(head: nn.Module, count: int) -> nn.Module:
 
 def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, depth: int = DEPTHS) -> Drafts:
     """A draft model as shortlists are made for it: at depth k it has read the text up to the token k + 1 after the one
-    that a position stands for. What would be beyond the text's end is its last token.
-
-    Args:
-        draft_vocab: as :class:`DraftModelDrafter` takes it.
-    """
+    that a position stands for. What would be beyond the text's end is its last token."""
     ids = None if draft_vocab is None else draft_vocab.long().to(model.device)
     head = head_rows(model.lm_head, ids) if ids is not None else model.lm_head
     head = _drafted_rows(head, min(model.vocab_size, target.vocab_size) if ids is None else len(ids))

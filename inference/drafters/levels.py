@@ -187,7 +187,7 @@ class Levels:
     """A tree of ranks, drafted level by level.
 
     Args:
-        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
+        tree: an expansion, k_i children of every node at depth i − 1 (⟨1, …, 1⟩ is a chain); or a tree of ranks.
         vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
         target_vocabulary: V.
         draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a
@@ -237,27 +237,20 @@ class Levels:
         whole = self.trees[-1]
         self.passes: list[Pass] = []
         for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):
-            end = first + count
-            parts = (
-                whole.ancestors[:, first:end],
-                whole.depth[:, first:end],
-                whole.depth[:, :end],
-                whole.mask[:, first:end, :end],
-            )
-            ancestors, depth, key_depth, mask = (part.expand(self.rows, *part.shape[1:]) for part in parts)
+            own, upto = slice(first, first + count), slice(first + count)
+            parts = whole.ancestors[:, own], whole.depth[:, own], whole.depth[:, upto], whole.mask[:, own, upto]
             above: Tensor | None = None
             if level:
-                places = [layout.parents[node] - layout.firsts[level - 1] for node in range(first, end)]
+                places = [parent - layout.firsts[level - 1] for parent in layout.parents[own]]
                 same = places == [*range(layout.runs[level - 1])]
                 above = None if same else torch.tensor(places, device=device)
-            sees_all = count == 1 and first == level
-            self.passes.append(Pass(first, count, sees_all, ancestors, depth, key_depth, mask, above))
+            sees_all, views = count == 1 and first == level, (part.expand(rows, *part.shape[1:]) for part in parts)
+            self.passes.append(Pass(first, count, sees_all, *views, above=above))
 
         def choices(levels: list[tuple[int, list[int]]]) -> list[_Choice]:
-            whole_levels = zip(layout.runs, levels, strict=False)
             return [
                 _Choice(k, None if places == [*range(count * k)] else torch.tensor(places, device=device))
-                for count, (k, places) in whole_levels
+                for count, (k, places) in zip(layout.runs, levels, strict=False)
             ]
 
         self.best, self.drawn = choices(layout.best), choices(layout.drawn)
@@ -269,10 +262,10 @@ class Levels:
             torch.where(child[:, :end, :k] < end, child[:, :end, :k], -1)
             for end, k in zip(layout.firsts[1:], most, strict=True)
         ]
-        q_rows, row = [0] * self.num_nodes, 0
-        for level in self.passes:
-            for node in range(level.first, level.first + level.count):
-                q_rows[node], row = row, row + 1
+        q_rows = [0] * self.num_nodes
+        ran = (node for level in self.passes for node in range(level.first, level.first + level.count))
+        for row, node in enumerate(ran):
+            q_rows[node] = row
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
     def propose(
@@ -395,11 +388,7 @@ def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | Non
 
 
 def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
-    """The tree of an expansion, or the one given; checked.
-
-    Raises:
-        ValueError: it is empty, not positive, too large, or has more children than the vocabulary has tokens.
-    """
+    """The tree of an expansion, or the one given; checked, see :class:`Levels`."""
     if isinstance(tree, Topology):
         given, nodes, children = "tree", tree.num_nodes, tree.max_rank + 1
         if not tree.paths:
@@ -439,12 +428,8 @@ def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[T
 
 
 def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:
-    """Draw k tokens of each distribution in order, by inversion.
-
-    Args:
-        q: ``[B, n, V]`` float32.
-        uniforms: ``[B, n, k]`` float32 in [0, 1), fresh.
-        replacement: draw them independently; otherwise none is drawn twice.
+    """Draw k tokens of each distribution ``[B, n, V]`` float32 in order, by inversion of fresh uniforms ``[B, n, k]``;
+    none twice, unless by ``replacement``.
 
     Returns:
         Tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where no token was left to draw (or q is NaN).

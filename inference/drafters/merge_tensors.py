@@ -47,10 +47,7 @@ class TensorMerge:
     Args:
         drafters, sources: the drafters and their names.
         budget: maximum of the merged tree's nodes, root included; raised where randomly drawn nodes need more.
-        rows: B.
         max_depth: of any tree the engine verifies.
-        fixed: always keep as many nodes as fit, in a tree of fixed shape.
-        times, standard_times: of steps with 1, 2, … nodes, for a whole batch and for a single row in sampling mode.
     """
 
     def __init__(
@@ -72,11 +69,7 @@ class TensorMerge:
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
     def merge(self, trees: Sequence[TokenTree], drawn: Sequence[bool]) -> tuple[TokenTree, list[Tensor]]:
-        """Merge the trees, and keep the likeliest nodes.
-
-        Args:
-            trees: of each drafter, with ``acceptance``.
-            drawn: whether each tree was drawn at random.
+        """Merge the trees of the drafters, and keep the likeliest nodes. ``drawn``: whether each was drawn at random.
 
         Returns:
             The merged tree; for each drafter ``[B, N]`` int64, the number that each merged node has in its tree, −1 if
@@ -165,23 +158,13 @@ class TensorMerge:
             part = slice(first + 1, first + 1 + size)
             own_place = torch.where(c.proposed[:, part], place[:, part], count)
             own_place = torch.cat((self.zeros, own_place), 1)
-            tree_numbers = torch.full_like(source, -1).scatter_(
-                1, own_place, self.numbers[: size + 1].expand(len(place), -1)
-            )
+            own = self.numbers[: size + 1].expand(len(place), -1)
+            tree_numbers = torch.full_like(source, -1).scatter_(1, own_place, own)
             own_numbers.append(tree_numbers[:, :count])
             source = source + ((tree_numbers > 0).long() << number)
             first += size
-        tree = TokenTree(
-            tokens,
-            parent.int(),
-            depth.int(),
-            packed(mask),
-            valid,
-            mask,
-            source=source[:, :count],
-            acceptance=acceptance,
-        )
-        return tree, own_numbers
+        parts = tokens, parent.int(), depth.int(), packed(mask), valid, mask
+        return TokenTree(*parts, source=source[:, :count], acceptance=acceptance), own_numbers
 
     def _draws(
         self, tree: TokenTree, own_numbers: Sequence[Tensor], trees: Sequence[TokenTree], drawn: Sequence[bool]

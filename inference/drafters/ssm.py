@@ -43,11 +43,7 @@ NODES = (2, 4, 8, 16, 32, 64)  # of the trees whose expected τ tree.json record
 
 
 def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Check an ensemble's own fields and its draft vocabulary.
-
-    Raises:
-        ValueError: a field is missing or damaged, or the weights are not those that the config promises.
-    """
+    """Raise a ValueError unless an ensemble's own fields are right, and its weights those that the config promises."""
     file = folder / "config.json"
 
     def check(field: str, what: str, fits: bool) -> None:
@@ -145,13 +141,10 @@ def load_ensemble(
     """
     models: dict[str, Target] = {}
     ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
+    device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
     for part in config["parts"] if parts is None else parts:
-        model = models[part] = load_target(
-            str(folder / part),
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_target(str(folder / part), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        models[part] = model
         check_vocabulary(model, target)
         if ids is not None and int(ids[-1]) >= model.vocab_size:
             raise ValueError(
@@ -242,7 +235,6 @@ class _Calibrated:
 
     def facts(self, ranks: Tensor) -> dict[str, Any]:
         matched = torch.cat(self.matched, 1)
-        trees = {nodes: best_trees(ranks, nodes) for nodes in NODES}
         return {
             "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
             "coverage": coverage(matched),
@@ -250,7 +242,7 @@ class _Calibrated:
             "mark_tokens": self.ensemble.mark_tokens,
             "answers": matched.shape[1],
             "mean_accepted_length_by_nodes": {
-                nodes: round(simulate_ensemble(of_size, ranks), 4) for nodes, of_size in trees.items()
+                nodes: round(simulate_ensemble(best_trees(ranks, nodes), ranks), 4) for nodes in NODES
             },
         }
 

@@ -91,36 +91,26 @@ class Drafter(Protocol):
     chooses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        """Allocate caches and buffers for the rows and capacity of the target's cache; its ``lengths`` may be shared.
-
-        Called before the first text, and again when the engine's own buffers change.
+        """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
+        before the first text, and again when the engine's own buffers change.
 
         Args:
-            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper. Any
-                ``StaticTree`` that it fills has to be made for this depth.
+            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper.
             static: as described for the class.
         """
 
     def buffers(self) -> Sequence[Tensor]:
-        """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
-
-        Restoring them undoes the steps that warm up a graph capture.
-        """
+        """Tensors that a step changes and the next one reads, except K/V beyond a row's length: restoring them undoes
+        the steps that warm up a graph capture."""
         return ()
 
     def begin(self, rows: slice) -> None:
         """Start new texts in these rows; ``prefill`` follows with their prompts."""
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        """Read a chunk of the prompts that begin in ``rows``.
-
-        Shorter prompts are padded; each row's true length is known at the first ``propose``.
-
-        Args:
-            features: ``[b, T, F]``, of the tokens.
-            tokens: ``[b, T]`` int64.
-            start: position of the first token.
-        """
+        """Read a chunk of the prompts that begin in ``rows``: ``tokens [b, T]`` int64 from position ``start`` on, and
+        their features ``[b, T, F]``. Shorter prompts are padded; each row's true length is known at the first
+        ``propose``."""
 
     def prepare(self, state: State) -> None:
         """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge ``state`` is the
@@ -138,12 +128,8 @@ class Drafter(Protocol):
         return type(self).absorb is not Drafter.absorb
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Update the drafter's state after verification; ``state`` is still that of ``propose``.
-
-        Args:
-            verdict: what was accepted; if ``own_path`` is given, ``tree`` also holds other drafters' nodes.
-            features: ``[B, N, F]``, of the tree's nodes.
-        """
+        """Update the drafter's state after verification; ``state`` is still that of ``propose``. If the verdict has an
+        ``own_path``, ``tree`` also holds other drafters' nodes. ``features``: ``[B, N, F]``, of the tree's nodes."""
 
     def end(self, row: int) -> None:
         """End the text in this row; steps continue there with an empty prefix until another text begins."""

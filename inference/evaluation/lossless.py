@@ -24,7 +24,7 @@ or min-p may be kept in one pass and not in another, so far as the tolerance may
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -125,10 +125,8 @@ def check_distribution(
     noise = torch.Generator().manual_seed(sampling.seed)
     for number, prompt in enumerate(prompts):
         for first in range(0, SAMPLES, batch_size):
-            rows = range(first, min(first + batch_size, SAMPLES))
-            seeds = [
-                replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 62)) for row in rows
-            ]
+            rows, base = range(first, min(first + batch_size, SAMPLES)), sampling.seed + 1_000_003 * (number + 1)
+            seeds = [replace(sampling, seed=(base + row) % (1 << 62)) for row in rows]
             outputs = decoder.generate([prompt] * len(rows), 3, mode="mss", sampling=seeds, stop_ids=frozenset())
             texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
             logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
@@ -224,16 +222,12 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         for weight, data in kept.pop(module, []):
             weight.data = data
 
-    own = [module for module in model.modules() if [*module.parameters(recurse=False), *module.buffers(recurse=False)]]
-    handles: list[Any] = []
-    try:
-        for module in own:
-            handles.append(module.register_forward_pre_hook(widen))
-            handles.append(module.register_forward_hook(narrow, always_call=True))
+    with ExitStack() as hooks:  # a handle removes its hook
+        for module in model.modules():
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                hooks.enter_context(module.register_forward_pre_hook(widen))
+                hooks.enter_context(module.register_forward_hook(narrow, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _float32_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
@@ -253,12 +247,9 @@ def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozen
 
 
 def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sampling, loose: float) -> Tensor:
-    """The scores ``[n, V]`` by which coupled sampling takes each of ``tokens``, times the temperature.
-
-    Args:
-        logits: ``[n, V]``, before each token.
-        loose: how far logits may have been moved, by which filters keep more tokens; fewer, if negative.
-    """
+    """The scores ``[n, V]`` by which coupled sampling takes each of ``tokens``, times the temperature, from the logits
+    ``[n, V]`` before each. ``loose``: how far these may have been moved, by which filters keep more tokens; fewer, if
+    negative."""
     count, device = len(tokens), logits.device
     settings = Settings([s], device)
     if s.repetition_penalty != 1:
@@ -325,8 +316,7 @@ def check_texts(
     """Compare outputs with plain decoding of the same prompts by the same engine: greedy, or by coupled sampling.
 
     Args:
-        outputs: the new tokens of the drafter's run, per prompt.
-        plain: those of plain decoding.
+        outputs, plain: the new tokens of the drafter's run, and those of plain decoding, per prompt.
         on_prompt: called with the number of prompts done, after each.
         bitwise: both runs had the bits of a row independent of the other rows: ``SpeculativeDecoder.bitwise``.
         samplings: of each prompt; greedy if left out.
