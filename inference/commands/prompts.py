@@ -52,11 +52,7 @@ class Prompt:
 
 
 def encode_prompts(prompts: Sequence[Prompt], target: "Target") -> list[list[int]]:
-    """The token ids of prompts.
-
-    Raises:
-        ValueError: as :meth:`Prompt.encode`.
-    """
+    """The token ids of prompts, see :meth:`Prompt.encode`."""
     return [prompt.encode(target) for prompt in prompts]
 
 
