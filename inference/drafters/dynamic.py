@@ -31,19 +31,12 @@ from draftsmith.inference.verify.tree import MAX_NODES, TokenTree, read_content
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """The size of a dynamic tree.
+    """The size of a dynamic tree; a ValueError if it is no whole number above 0, or there are not so many
+    candidates."""
 
-    top_k: tokens that a node proposes, and nodes of a level that are run (k).
-    depth: of the deepest node (D): the root's pass and D − 1 passes of k nodes.
-    nodes: of the tree that is verified, the root included (N).
-
-    Raises:
-        ValueError: a number is not a whole number above 0, or there are not so many candidates.
-    """
-
-    top_k: int
-    depth: int
-    nodes: int
+    top_k: int  # tokens that a node proposes, and nodes of a level that are run (k)
+    depth: int  # of the deepest node (D): the root's pass and D − 1 passes of k nodes
+    nodes: int  # of the tree that is verified, the root included (N)
 
     def __post_init__(self) -> None:
         for name, least in (("top_k", 1), ("depth", 1), ("nodes", 2)):
@@ -100,34 +93,22 @@ def read_dynamic(path: Path) -> DynamicShape | None:
 @dataclass(frozen=True)
 class Frontier:
     """The k nodes of a level that are run together. Nodes that are run are numbered from 0, level by level; the root,
-    whose pair is committed text, has no number.
+    whose pair is committed text, has no number."""
 
-    tokens: ``[B, k]`` int64 ids of the target.
-    hidden: ``[B, k, d]`` what their parents' passes gave to continue with.
-    ancestors: ``[B, k, W]`` int64 bitsets over the numbers of nodes run, a node itself included.
-    depth: ``[B, k]`` int32 in the tree, all equal; 1 for the root's children.
-    first: number of the first of them, (depth − 1) · k.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    ancestors: Tensor
-    depth: Tensor
-    first: int
+    tokens: Tensor  # [B, k] int64 ids of the target
+    hidden: Tensor  # [B, k, d] what their parents' passes gave to continue with
+    ancestors: Tensor  # [B, k, W] int64 bitsets over the numbers of nodes run, a node itself included
+    depth: Tensor  # [B, k] int32 in the tree, all equal; 1 for the root's children
+    first: int  # number of the first of them, (depth − 1) · k
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What n nodes propose: each its k likeliest tokens, no token twice.
+    """What n nodes propose: each its k likeliest tokens, no token twice."""
 
-    tokens: ``[B, n, k]`` int64 ids of the target.
-    log_q: ``[B, n, k]`` float32 log probabilities; −∞ and NaN: not a candidate.
-    hidden: ``[B, n, d]`` what the children of these nodes continue with.
-    """
-
-    tokens: Tensor
-    log_q: Tensor
-    hidden: Tensor
+    tokens: Tensor  # [B, n, k] int64 ids of the target
+    log_q: Tensor  # [B, n, k] float32 log probabilities; −∞ and NaN: not a candidate
+    hidden: Tensor  # [B, n, d] what the children of these nodes continue with
 
 
 class DynamicTree:

@@ -22,17 +22,12 @@ Shape = tuple[StaticTree, list[int], list[list[int]]]  # of a row's tree; depths
 
 @dataclass
 class HostTree:
-    """The tree of one row; node 0 is the root, parents come before their children.
-
-    tokens, parents: of each node; the root's parent is −1.
-    sources: a bit for each source that proposed the node; 0 at the root.
-    acceptance: estimated acceptance probability of the node, no more than its parent's.
-    """
+    """The tree of one row; node 0 is the root, parents come before their children."""
 
     tokens: list[int]
-    parents: list[int]
-    sources: list[int]
-    acceptance: list[float]
+    parents: list[int]  # −1 at the root
+    sources: list[int]  # a bit for each source that proposed the node; 0 at the root
+    acceptance: list[float]  # estimated acceptance probability of the node, no more than its parent's
 
     def subtree(self, nodes: Sequence[int]) -> "HostTree":
         """The tree of these nodes, in this order, parents before their children."""

@@ -81,14 +81,13 @@ class Layout:
 class Pass:
     """A forward pass of nodes ``first`` … ``first + count − 1``: its arguments, views for B rows (T = first + count).
 
-    sees_all: it runs a single node, and all earlier nodes are its ancestors.
     above: ``[n]`` int64, the place of each node's parent among the nodes run in the level above; None if node i's
         parent is the i-th of them.
     """
 
     first: int
     count: int
-    sees_all: bool
+    sees_all: bool  # it runs a single node, and all earlier nodes are its ancestors
     ancestors: Tensor  # [B, n, W]
     depth: Tensor  # [B, n]
     key_depth: Tensor  # [B, T]
@@ -136,13 +135,10 @@ def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The nodes of a level among k candidates for each node that was run in the level above.
-
-    places: in ``[n · k]``; None for all of them, in order.
-    """
+    """The nodes of a level among k candidates for each node that was run in the level above."""
 
     k: int
-    places: Tensor | None
+    places: Tensor | None  # in [n · k]; None for all of them, in order
 
     def of(self, values: Tensor) -> Tensor:
         """``[B, n, k]`` values of the candidates → those of the level's nodes, ``[B, nodes]``."""

@@ -21,24 +21,16 @@ LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than round
 
 @dataclass
 class Candidates:
-    """The root and the other nodes of all trees, one tree after the other.
+    """The root and the other nodes of all trees, one tree after the other."""
 
-    tokens, parent, depth: ``[B, M]`` int64; the root is its own parent.
-    kept: ``[B, M]`` bool; initially the valid nodes.
-    acceptance: ``[B, M]`` float32.
-    path: ``[B, M, D]`` tokens on the path to each node plus 1, then 0.
-    same: ``[B, M]`` int64 the first kept candidate with the same path; M if there is none.
-    proposed: ``[B, M]`` bool, False where a source's node is not valid, or was cut before sources were compared.
-    """
-
-    tokens: Tensor
-    parent: Tensor
-    depth: Tensor
-    kept: Tensor
-    acceptance: Tensor
-    path: Tensor
-    same: Tensor
-    proposed: Tensor
+    tokens: Tensor  # [B, M] int64
+    parent: Tensor  # [B, M] int64; the root is its own parent
+    depth: Tensor  # [B, M] int64
+    kept: Tensor  # [B, M] bool; initially the valid nodes
+    acceptance: Tensor  # [B, M] float32
+    path: Tensor  # [B, M, D] tokens on the path to each node plus 1, then 0
+    same: Tensor  # [B, M] int64 the first kept candidate with the same path; M if there is none
+    proposed: Tensor  # [B, M] bool, False where a source's node is not valid, or was cut before sources were compared
 
 
 class TensorMerge:

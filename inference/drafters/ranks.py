@@ -38,13 +38,9 @@ _NO_POSITION = "no calibration position: every answer is shorter than the drafts
 
 
 def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
-    """The token that a draft of each depth has to be in order to be right.
-
-    A step begins at position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}.
-
-    Returns:
-        ``[S, T, K]`` int64; −1 where no step begins or where the same answer has no such token.
-    """
+    """The token that a draft of each depth has to be in order to be right: ``[S, T, K]`` int64. A step begins at
+    position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}. −1 where no step
+    begins or where the same answer has no such token."""
     length = tokens.shape[1]
     labels = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     reached = supervised[:, 1:].clone()  # every token up to the label is the same answer's
@@ -81,21 +77,18 @@ def head_ranks(
         among the draft vocabulary), −1 where there is no such label or where position t + 1 is no answer's token (no
         step begins there).
     """
-    sequences, num_heads = len(tokens), heads.config.num_draft_heads
-    ranks = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64)
-    top, draft_head = min(MAX_RANK, heads.config.outputs), heads.draft_head(target.lm_head)
-    for start in range(0, sequences, batch_size):
+    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
+    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
+    for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
-        begins = F.pad(supervised[part, 1:], (0, 1))
+        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], num_heads)
         hidden = target.hidden(tokens[part].long().to(target.device))[begins.to(target.device)]  # [P, d]
-        features = heads.features(hidden.to(heads.weight.dtype))
-        labels = draft_labels(tokens[part], supervised[part], num_heads)
-        for k in range(num_heads):
-            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features[k].split(LOGITS))
+        for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
+            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features.split(LOGITS))
             best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
             ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
         if on_done:
-            on_done(min(start + batch_size, sequences))
+            on_done(min(start + batch_size, len(tokens)))
     return ranks
 
 
@@ -118,11 +111,9 @@ def eagle_ranks(
     dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
-        rows = tokens[part].to(target.device)
-        begins = F.pad(supervised[part, 1:], (0, 1))
-        places = marked_places(begins)  # [B, P]
+        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], depth)
+        rows, places = tokens[part].to(target.device), marked_places(begins)  # [B, P]
         begun = begins.gather(1, places)
-        labels = draft_labels(tokens[part], supervised[part], depth)
         features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
         for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
             chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
@@ -188,11 +179,8 @@ def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
 
 
 def best_tree(ranks: Tensor, nodes: int) -> Topology:
-    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length.
-
-    Raises:
-        ValueError: there is no position to count on.
-    """
+    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length; a ValueError if
+    there is no position to count on."""
     counts, positions = path_counts(ranks)
     if not positions:
         raise ValueError(_NO_POSITION)
@@ -242,13 +230,7 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
     after the other: the node that most positions accept which none of the trees reaches so deep yet.
 
     The nodes of different trees that hold equal tokens become one when the trees are merged; which these are is not
-    known from ranks, so all are counted.
-
-    Args:
-        ranks: ``[S, T, n, K]``.
-
-    Raises:
-        ValueError: there is no position to count on.
+    known from ranks ``[S, T, n, K]``, so all are counted. A ValueError if there is no position to count on.
     """
     full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
     if not full.shape[1]:
@@ -324,14 +306,9 @@ def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
 
 def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tensor:
     """Which answers a model reproduces: those whose first ``count`` tokens (all of a shorter one) are its own greedy
-    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then).
-
-    Args:
-        next_ranks: ``[…, S, T]`` of :func:`next_token_ranks`.
-
-    Returns:
-        ``[…, A]`` bool, of the A answers in order of their rows; an answer is a run of supervised tokens.
-    """
+    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then). ``next_ranks``
+    ``[…, S, T]`` of :func:`next_token_ranks` → ``[…, A]`` bool, of the A answers in order of their rows; an answer is a
+    run of supervised tokens."""
     marks = supervised.clone()
     marks[:, 0] = False  # no model predicts a text's first token
     starts = (marks & ~F.pad(marks[:, :-1], (1, 0))).nonzero()

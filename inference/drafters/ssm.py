@@ -87,18 +87,12 @@ def _are_shares(value: Any, count: int) -> bool:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A loaded ensemble.
+    """A loaded ensemble."""
 
-    models: its SSMs by the names of their folders.
-    draft_vocab: ``[D]`` int64 ids that they draft; None for the whole vocabulary.
-    mark_tokens: first tokens of an answer by which training marked it.
-    shortlist: of the LM head of its only SSM; None for the whole head.
-    """
-
-    models: dict[str, Target]
-    draft_vocab: Tensor | None
-    mark_tokens: int
-    shortlist: ShortlistHead | None = None
+    models: dict[str, Target]  # its SSMs by the names of their folders
+    draft_vocab: Tensor | None  # [D] int64 ids that they draft; None for the whole vocabulary
+    mark_tokens: int  # first tokens of an answer by which training marked it
+    shortlist: ShortlistHead | None = None  # of the LM head of its only SSM; None for the whole head
     _first: dict[str, DraftModelDrafter] = field(default_factory=dict)  # by SSM: the LM head's rows are copied once
 
     def drafter(self, part: str, target: Target, tree: Sequence[int] | Topology, **options: Any) -> DraftModelDrafter:

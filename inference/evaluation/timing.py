@@ -38,19 +38,13 @@ INSTRUMENTED = 4  # prompts of the run that times the phases of a step
 
 @dataclass
 class Timed:
-    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order.
+    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order."""
 
-    outputs: prompt number → the method's output, of the last round with this prompt.
-    tokens: new tokens of each group, in the last round with it.
-    seconds, cpu_seconds: of each group, one per round.
-    groups: prompt numbers of each group.
-    """
-
-    outputs: dict[int, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    seconds: list[list[float]] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)  # by prompt number, of the last round with this prompt
+    tokens: list[int] = field(default_factory=list)  # new ones of each group, in the last round with it
+    seconds: list[list[float]] = field(default_factory=list)  # of each group, one per round
     cpu_seconds: list[list[float]] = field(default_factory=list)
-    groups: list[Sequence[int]] = field(default_factory=list)
+    groups: list[Sequence[int]] = field(default_factory=list)  # prompt numbers of each
 
     def run(self, method: "Method", prompts: Sequence[list[int]], group: Sequence[int], place: int) -> None:
         """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""

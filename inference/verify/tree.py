@@ -29,19 +29,16 @@ class Draws:
     Several draws of a node may lead to one child: merged trees keep each source's draw. Neither the order nor the
     number of a node's draws may depend on the value of a draw that is tested later (C2).
 
-    child: ``[B, N, K]`` int64 the child node of each draw; −1 after a node's last draw.
     kind: ``[B, N, K]`` int8, as in :mod:`draftsmith.kernels.verify`: ``ONE_HOT`` (deterministic), ``IID``, or
         ``WITHOUT_REPLACEMENT`` of the node's earlier draws from the same row of q.
-    q_row: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-    q: ``[B, R, Vq]`` float32 the distributions drawn from; None if all draws are one-hot.
     ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once, −1
         for padding of probability 0; None if they are the target's vocabulary (Vq = V).
     """
 
-    child: Tensor
+    child: Tensor  # [B, N, K] int64, the child node of each draw; −1 after a node's last draw
     kind: Tensor
-    q_row: Tensor
-    q: Tensor | None = None
+    q_row: Tensor  # [B, N, K] int64, row of q; unused for one-hot draws
+    q: Tensor | None = None  # [B, R, Vq] float32, the distributions drawn from; None if all draws are one-hot
     ids: Tensor | None = None
 
 
@@ -49,28 +46,21 @@ class Draws:
 class TokenTree:
     """Drafted tokens after each row's root. Parents come before their children; the root is node 0.
 
-    tokens: ``[B, N]`` int64; the root is the last committed token, whose K/V is not cached yet.
-    parent: ``[B, N]`` int32, −1 at the root.
-    depth: ``[B, N]`` int32.
-    ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
-    valid: ``[B, N]`` bool, False at padding, which is never accepted.
-    mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, if the drafter has computed it.
     draws: for sampling; None for a deterministic tree, whose nodes are one-hot draws of their parents, in node order.
-    static: the tree of fixed shape that was filled, if any.
     source: ``[B, N]`` int64, a bit for each of the drafter's ``sources`` that proposed the node; 0 at the root and at
         padding.
     acceptance: ``[B, N]`` float32, estimated probability that the node and all its ancestors are accepted: 1 at the
         root, no more than the parent's elsewhere. Used only to choose the nodes that are verified.
     """
 
-    tokens: Tensor
-    parent: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    mask: Tensor | None = None
+    tokens: Tensor  # [B, N] int64; the root is the last committed token, whose K/V is not cached yet
+    parent: Tensor  # [B, N] int32, −1 at the root
+    depth: Tensor  # [B, N] int32
+    ancestors: Tensor  # [B, N, W] int64 bitsets, a node itself included
+    valid: Tensor  # [B, N] bool, False at padding, which is never accepted
+    mask: Tensor | None = None  # [B, N, N] bool, ancestors unpacked, if the drafter has computed it
     draws: Draws | None = None
-    static: "StaticTree | None" = None
+    static: "StaticTree | None" = None  # the tree of fixed shape that was filled, if any
     source: Tensor | None = None
     acceptance: Tensor | None = None
 

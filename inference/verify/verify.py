@@ -37,20 +37,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class Verdict:
     """Result of verifying a tree, on the device.
 
-    path: ``[B, A]`` int64 node numbers by depth, the root (0) first; entry d beyond the accepted length is d.
-    length: ``[B]`` int64 number of accepted drafted tokens, the root excluded.
-    node: ``[B]`` int64 the last accepted node.
-    bonus: ``[B]`` int64 the target's token after it: the next root.
     finite: ``[B]`` bool, False if the target's logits at a node of the path are NaN or +∞, or all −∞; nothing may be
         committed then.
     own_path: ``[B, A]`` int64, for a drafter whose tree was merged with others: the numbers of ``path`` in its own
         tree, −1 where it did not propose the node; None if the tree is its own.
     """
 
-    path: Tensor
-    length: Tensor
-    node: Tensor
-    bonus: Tensor
+    path: Tensor  # [B, A] int64 node numbers by depth, the root (0) first; entry d beyond the accepted length is d
+    length: Tensor  # [B] int64, number of accepted drafted tokens, the root excluded
+    node: Tensor  # [B] int64, the last accepted node
+    bonus: Tensor  # [B] int64, the target's token after it: the next root
     finite: Tensor
     own_path: Tensor | None = None
 
