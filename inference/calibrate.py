@@ -207,19 +207,13 @@ def choose(
     taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
     decoders: dict[int, SpeculativeDecoder] = {}
-    clock = _clock(target)
 
     def run(size: int, turn: int) -> list[float]:
-        prompt, ends = prompts[turn % len(prompts)], list[float]()
-        count = math.ceil(taus[size] * TIMED_TOKENS) + 1
+        prompt, count = prompts[turn % len(prompts)], math.ceil(taus[size] * TIMED_TOKENS) + 1
         if size not in decoders:
             drafter = calibration.build(target, *trees[size - 1]) if size else None
-            decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
-            first = Request(prompt, 4, stop_ids=frozenset())  # allocates, and chooses the forms of products
-            decoders[size].serve([first], 1, max_length=len(prompt) + count)
-        note = lambda *_: ends.append(clock())  # noqa: E731
-        decoders[size].generate([prompt], count, stop_ids=frozenset(), on_tokens=note)
-        return [end - begin for begin, end in itertools.pairwise(ends)]
+            decoders[size] = _decoder(target, drafter, lean, prompt, count)
+        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[size], prompt, count))]
 
     costs = race(run, taus, time_is_up)
     plain, *measured = costs.seconds
@@ -247,19 +241,14 @@ def compare(
 ) -> list[Compared]:
     """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn. ``drafters``:
     with the fixed tree, then with each of :data:`SHAPES`; ``time_is_up``: called before each prompt but the first."""
-    clock, longest = _clock(target), max(prompts, key=len)
-    decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
-    for decoder in decoders:  # allocates, for all prompts, and chooses the forms of products
-        first = Request(longest, 4, stop_ids=frozenset())
-        decoder.serve([first], 1, max_length=len(longest) + COMPARED_TOKENS)
+    longest = max(prompts, key=len)
+    decoders = [_decoder(target, drafter, lean, longest, COMPARED_TOKENS) for drafter in drafters]
     seconds, steps, tokens = [0.0] * len(decoders), [0] * len(decoders), 0
     for number, prompt in enumerate(prompts):
         if number and time_is_up():
             break
         for tree, decoder in enumerate(decoders):
-            ends: list[float] = []
-            note = lambda *_, ends=ends: ends.append(clock())  # noqa: E731
-            decoder.generate([prompt], COMPARED_TOKENS, stop_ids=frozenset(), on_tokens=note)
+            ends = _ends(decoder, prompt, COMPARED_TOKENS)
             seconds[tree] += ends[-1] - ends[0]  # without the prefill, which gives the first token
             steps[tree] += len(ends) - 1
         tokens += COMPARED_TOKENS - 1
@@ -267,9 +256,22 @@ def compare(
     return [Compared(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
 
 
-def _clock(target: Target) -> Callable[[], float]:
-    """On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk."""
-    return time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+def _decoder(
+    target: Target, drafter: Drafter | None, lean: bool | None, prompt: list[int], count: int
+) -> SpeculativeDecoder:
+    """A decoder that has allocated for a prompt and ``count`` tokens, and has chosen the forms of products."""
+    decoder = SpeculativeDecoder(target, drafter, lean=lean)
+    decoder.serve([Request(prompt, 4, stop_ids=frozenset())], 1, max_length=len(prompt) + count)
+    return decoder
+
+
+def _ends(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> list[float]:
+    """When the prefill and each step of an answer of ``count`` tokens ended. On a CPU by this thread's time, which
+    other processes disturb less; it excludes waiting for a GPU or a disk."""
+    target, ends = decoder.target, list[float]()
+    clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+    decoder.generate([prompt], count, stop_ids=frozenset(), on_tokens=lambda *_: ends.append(clock()))
+    return ends
 
 
 def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:

@@ -74,16 +74,9 @@ def attention_scores(
     queries: Tensor, keys: Tensor, scale: float, softcap: float | None = None, pool: int = POOL
 ) -> Tensor:
     """How much the last w queries attend to each token before them, as SnapKV scores it: attention weights summed over
-    the queries, averaged over ``pool`` neighbours (zeros beyond the ends), summed over the heads of a group.
-
-    Args:
-        queries, keys: ``[Hq, w, D]`` of the last w of the S tokens and ``[Hkv, S, D]``, rotated.
-        scale, softcap: of the scores, as ``tree_attention`` takes them.
-        pool: odd.
-
-    Returns:
-        ``[Hkv, S − w]`` float32.
-    """
+    the queries, averaged over ``pool`` (odd) neighbours (zeros beyond the ends), summed over the heads of a group:
+    queries ``[Hq, w, D]`` of the last w of the S tokens, keys ``[Hkv, S, D]``, rotated → ``[Hkv, S − w]`` float32.
+    Scale and softcap are as ``tree_attention`` takes them."""
     groups, count, before = keys.shape[0], queries.shape[1], keys.shape[1] - queries.shape[1]
     by_group = queries.float().reshape(groups, -1, queries.shape[2])  # [Hkv, Hq / Hkv · w, D]
     scores = by_group @ keys.float().transpose(1, 2) * scale

@@ -126,17 +126,9 @@ class DynamicTree:
         self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
 
     def grow(self, state: State, root: Proposals, run: Callable[[Frontier], Proposals]) -> TokenTree:
-        """Grow a tree after each row's root.
-
-        Args:
-            root: the root's proposals, n = 1.
-            run: a forward pass of the next frontier, n = k. It is called D − 1 times, or less often if the step has a
-                budget.
-
-        Returns:
-            A tree of N nodes, or fewer if there are not so many candidates, without draws, with ``acceptance``;
-            padding comes last.
-        """
+        """Grow a tree after each row's root, from its proposals (n = 1): N nodes, or fewer if there are not so many
+        candidates, without draws, with ``acceptance``; padding comes last. ``run`` is a forward pass of the next
+        frontier (n = k), called D − 1 times, or less often if the step has a budget."""
         k, zeros, rows = self.shape.top_k, self.zeros, len(state.root)
         tokens, values, parents = [state.root[:, None]], [zeros.float()], [zeros]
         number, value, proposals, count = zeros, values[0], root, 1  # of the nodes just run; candidates so far

@@ -52,12 +52,9 @@ def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", 
 def merge_on_host(
     trees: Sequence[TokenTree], sources: Sequence[str], roots: Sequence[int], budget: "Budget | None", limit: int
 ) -> tuple[list[HostTree], list[list[list[int]]]]:
-    """Merge the trees of each row, each of a source, and keep the nodes that :func:`kept_nodes` says.
-
-    Returns:
-        The merged tree of each row; by source and row, the number that each merged node has in the source's tree, −1
-        if it has none or beyond the row's nodes.
-    """
+    """Merge the trees of each row, each of a source, and keep the nodes that :func:`kept_nodes` says. Returns the
+    merged trees; by source and row, the number that each merged node has in the source's tree, −1 if it has none or
+    beyond the row's nodes."""
     rows = len(roots)
     merged = [HostTree([root], [-1], [0], [1.0]) for root in roots]
     known: list[dict[tuple[int, int], int]] = [{} for _ in range(rows)]  # (parent, token) → merged node

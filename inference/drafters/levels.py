@@ -184,8 +184,7 @@ class Levels:
 
     Args:
         tree: an expansion, k_i children of every node at depth i − 1 (⟨1, …, 1⟩ is a chain); or a tree of ranks.
-        vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
-        target_vocabulary: V.
+        vocabulary, target_vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest; V.
         draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a
             node; ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own
             sample is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its
@@ -193,9 +192,7 @@ class Levels:
         by_rank: estimated acceptance probability of a node's best token, the second best, …, where its parent is
             accepted (the last one of all further ranks); the model's own probabilities if left out.
 
-    Attributes:
-        random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
-        deepest_run: number of the deepest level run for the last tree; the root's is 0.
+    deepest_run: number of the deepest level run for the last tree; the root's is 0.
 
     Raises:
         ValueError: the tree is empty, not positive, too large, or has more children than there are tokens to draft.
@@ -267,13 +264,8 @@ class Levels:
     def propose(
         self, state: State, hidden: Hidden, run: Callable[[int, Pass, Tensor, Hidden], Hidden], head: DraftHead
     ) -> TokenTree:
-        """Draft a tree.
-
-        Args:
-            hidden: of the root.
-            run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above) → the hidden states of
-                the level's nodes that are run.
-        """
+        """Draft a tree, from the hidden states of the root. ``run``: (depth, the level, its tokens ``[B, n]``, the
+        hidden states of the level above) → those of the level's nodes that are run."""
         tokens = [state.root[:, None]]
         acceptances = [self.ones]
         valid: list[Tensor] = []
@@ -342,15 +334,9 @@ class Levels:
         return replace(tree, valid=draws_valid, static=None, draws=draws)
 
     def _draws(self, child: Tensor, valid: Tensor, q: Tensor, ids: Tensor | None, first_equal: list[Tensor]) -> Draws:
-        """The draws of a tree; invalid nodes are not draws.
-
-        Args:
-            child: ``[1, N, K]`` int64, the child of each draw, −1 after a node's last one.
-            valid: ``[B, N]`` bool.
-            q: ``[B, R, S or V]``, of each node that was run.
-            ids: ``[1 or B, 1 or R, S]`` int64 as ``Draws`` has them, or None.
-            first_equal: for i.i.d. draws, ``[B, n, K]`` int64 by level: the node's first draw of the same token.
-        """
+        """The draws of a tree; invalid nodes are not draws. child ``[1, N, K]``, q ``[B, R, S or V]`` and ids are as in
+        ``Draws``; ``first_equal``: for i.i.d. draws, ``[B, n, K]`` int64 by level, the node's first draw of the same
+        token."""
         child = child.expand(self.rows, -1, -1)
         q_row = self.q_rows[:, : child.shape[1]].clamp(max=q.shape[1] - 1).expand_as(child)
         if first_equal:
@@ -405,13 +391,8 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
 
 
 def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
-    """``Calibration.step_time`` of drafters whose every level takes a forward pass.
-
-    Args:
-        costs: of the target's steps.
-        passes: of each drafter, the time of a forward pass with one row, in plain steps of the target; more rows cost
-            in proportion what they cost the target.
-    """
+    """``Calibration.step_time`` of drafters whose every level takes a forward pass. ``passes``: of each drafter, the
+    time of one with one row, in plain steps of the target; more rows cost in proportion what they cost the target."""
 
     def time(trees: Sequence[Topology]) -> float:
         total = costs.relative(1 + sum(len(tree.paths) for tree in trees))

@@ -198,14 +198,11 @@ class TensorMerge:
 
 
 def _joint_acceptance(c: Candidates, sources: Tensor, first: Tensor) -> Tensor:
-    """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates.
+    """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates. Of ``sources``,
+    the candidates that count (bool), ``first`` is the first one with the same path: ``[B, M]`` each.
 
     Those of several sources are combined as if they were independent. Every level is reduced a little, so that rounding
     (a GPU adds in any order) cannot rank a node before its parent.
-
-    Args:
-        sources: ``[B, M]`` bool, the candidates that count.
-        first: ``[B, M]`` int64, the first of these with the same path.
     """
     log_rejection = torch.log1p(-c.acceptance.clamp(max=0.9999)) * sources
     joint = -torch.expm1(torch.zeros_like(log_rejection).scatter_add_(1, first, log_rejection))

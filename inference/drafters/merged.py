@@ -35,12 +35,8 @@ ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if
 
 
 class MergedDrafter(Drafter):
-    """A merge of drafters. A drafter's tree must not hold two valid nodes of one path, and must have ``acceptance``.
-
-    Args:
-        drafters: by name; random draws are tested in this order, before all others.
-        budget: of the merged tree's nodes, as :class:`TensorMerge` takes it.
-    """
+    """A merge of drafters, by name; random draws are tested in this order, before all others. A drafter's tree must not
+    hold two valid nodes of one path, and must have ``acceptance``. ``budget``: as :class:`TensorMerge` takes it."""
 
     def __init__(self, drafters: Mapping[str, Drafter], target: Target, budget: int) -> None:
         self.drafters, self.target = list(drafters.values()), target

@@ -67,16 +67,10 @@ def head_ranks(
     batch_size: int = 16,
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The rank that each Medusa head gave to the true token.
-
-    Args:
-        on_done: called with the number of sequences done so far.
-
-    Returns:
-        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor
-        among the draft vocabulary), −1 where there is no such label or where position t + 1 is no answer's token (no
-        step begins there).
-    """
+    """The rank that each Medusa head gave to the true token: ``[S, T, K]`` int64, at position t head k's rank of
+    x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
+    label or where position t + 1 is no answer's token (no step begins there). ``on_done`` is called with the number of
+    sequences done so far."""
     num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
     ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
     for start in range(0, len(tokens), batch_size):
@@ -128,16 +122,9 @@ def eagle_ranks(
 def next_token_ranks(
     model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None, batch_size: int = 16
 ) -> Tensor:
-    """The rank that a causal LM gives to each token of the answers, after the true ones before it.
-
-    Args:
-        model: of the target's vocabulary.
-        draft_vocab: ``[D]`` int64, ascending: the tokens that it drafts; all if None.
-
-    Returns:
-        ``[S, T]`` int64: the rank of token t; ``MAX_RANK`` if it is not among the best (nor among the draft
-        vocabulary), −1 where the token is no answer's, and at t = 0.
-    """
+    """The rank that a causal LM of the target's vocabulary gives to each token of the answers, after the true ones
+    before it: ``[S, T]`` int64, ``MAX_RANK`` if it is not among the best (nor among the ``draft_vocab [D]`` int64,
+    ascending, if there is one), −1 where the token is no answer's, and at t = 0."""
     ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
     # A scale or cap of the logits does not change their order.
     head = model.logits if draft_vocab is None else head_rows(model.lm_head, draft_vocab.to(model.device))

@@ -124,15 +124,8 @@ def load_ensemble(
     trust_remote_code: bool = False,
     shortlist: ShortlistHead | None = None,
 ) -> Ensemble:
-    """The SSMs of a checked folder (:func:`check_config`), on the target's device and in its dtype.
-
-    Args:
-        parts: the SSMs to load; all if None.
-        shortlist: of an ensemble of one.
-
-    Raises:
-        FileNotFoundError, ValueError: an SSM is damaged, no causal LM, or of another vocabulary than the target.
-    """
+    """The SSMs of a checked folder (:func:`check_config`), or those in ``parts``, on the target's device and in its
+    dtype. ``shortlist``: of an ensemble of one."""
     models: dict[str, Target] = {}
     ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
     device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")

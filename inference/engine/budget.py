@@ -64,24 +64,19 @@ class _Times:
 
 @dataclass
 class _Source:
-    """What is known of a drafter.
+    """What is known of a drafter; gain, nodes and levels are moving averages over the steps in which it was asked.
 
-    passes: times of its passes by level.
-    gain, nodes, levels: moving averages over the steps in which it was asked: expected further tokens of a row, nodes
-        that this takes, and passes.
-    asked, waited: steps in which it was asked, and in which it was not since.
-    trial: it is asked because it waited: for one level, whose estimates are not corrected.
-    paid: so it was, and what came true would have paid: it is asked in the next step, too, on trial as long as its
-        corrected estimates say that it does not pay.
+    paid: it was asked on trial, and what came true would have paid: it is asked in the next step, too, on trial as long
+        as its corrected estimates say that it does not pay.
     """
 
-    passes: list[_Times]
-    gain: float = 0.0
-    nodes: float = 1.0
-    levels: float = 1.0
-    asked: int = 0
-    waited: int = 0
-    trial: bool = False
+    passes: list[_Times]  # by level
+    gain: float = 0.0  # expected further tokens of a row
+    nodes: float = 1.0  # that this takes
+    levels: float = 1.0  # and passes
+    asked: int = 0  # steps in which it was asked
+    waited: int = 0  # and in which it was not since
+    trial: bool = False  # it is asked because it waited: for one level, whose estimates are not corrected
     paid: bool = False
 
 
@@ -90,11 +85,8 @@ class Budget:
 
     Args:
         costs: t(B, S, N), seconds of the target's steps.
-        rows: B.
         learns: of each source, whether it corrects its estimates itself.
-        max_depth: D of any tree.
-        limit: nodes of a tree, at most.
-        clock: seconds.
+        max_depth, limit: D and nodes of any tree.
 
     misjudged: plain steps take far less than measured, and so may the others: the costs had better be measured again.
     """
@@ -248,8 +240,8 @@ class Budget:
 
         Args:
             paths, lengths: nodes of each row's accepted path, and how many of them below the root are accepted.
-            parents, acceptance: of each row's nodes; padding has an acceptance of 0.
-            sources: of each node, the bits of its drafters; None: the only one.
+            parents, acceptance, sources: of each row's nodes; padding has an acceptance of 0. Without sources there is
+                one drafter.
         """
         hits = [0] * len(self.sources)
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):

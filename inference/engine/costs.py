@@ -93,13 +93,8 @@ def _chain_step(target: Target, lean: bool | None, rows: int, cached: int, nodes
 
 def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES) -> StepCosts:
     """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder, except
-    by fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine).
-
-    Args:
-        lean: as :class:`draftsmith.inference.engine.engine.SpeculativeDecoder` takes it.
-        remeasure: measure, for longer, even if the costs are known.
-        tries: how often the costs may be measured ``again``.
-    """
+    by fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine). ``remeasure``: measure, for longer, even if
+    they are known; ``tries``: how often they may be measured ``again``."""
     found = find_lean(target, lean)
     decoder = "transformers" if isinstance(found, str) else "lean" if found.native is None else "lean, cpu.cpp"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
@@ -136,9 +131,8 @@ class ContextCosts:
     lengths and numbers of nodes at which it was measured. Keys and values that the processor's caches hold cost less,
     so that it is measured for each batch size.
 
-    Args:
-        known: the products' costs.
-        measured: seconds by (B, S, N), of each batch size at the same lengths and numbers of nodes.
+    ``known``: the products' costs; ``measured``: seconds by (B, S, N), of each batch size at the same lengths and
+    numbers of nodes.
     """
 
     def __init__(self, known: StepCosts, measured: Mapping[tuple[int, int, int], float]) -> None:

@@ -411,13 +411,8 @@ class _Queue:
         return new
 
     def take(self, committed: list[list[int]], texts: list[_Text | None], nodes: int) -> None:
-        """Add the tokens that a step committed to the texts of its rows.
-
-        Args:
-            committed: rows of ``Step.committed``.
-            texts: the text of each row when the step was launched; it may have ended since.
-            nodes: of the step's trees, roots included.
-        """
+        """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
+        texts that the rows had when it was launched; they may have ended since."""
         depth = self.decoder.drafter.max_depth
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
             if text is not None and not text.result.finish_reason:

@@ -49,24 +49,19 @@ WIDE = 16  # tokens of the engine's wider forward pass
 class TextCheck:
     """Result of the check of greedy output, or of coupled sampling's.
 
-    checked: number of tokens.
-    identical: whether every output equals plain decoding.
     near_ties: tokens that differ from the argmax, or the first one of a text that differs from plain decoding, with a
         logit within the tolerance of the maximum; in 16 bits also those that are near-ties in float32.
     mismatches: tokens with a logit further from the maximum, in 16 bits if float32 confirms it or the weights cannot be
         run in float32 (quantized or offloaded); and outputs that end too early or too late.
-    tolerance: in logits, of the target's own dtype; 0 if it was not needed.
-    bitwise: the bits of a row do not depend on the other rows, so that no near-tie was allowed.
-    mode: greedy or sample.
     """
 
-    checked: int = 0
-    identical: bool = True
+    checked: int = 0  # number of tokens
+    identical: bool = True  # whether every output equals plain decoding
     near_ties: int = 0
     mismatches: int = 0
-    tolerance: float = 0.0
-    bitwise: bool = False
-    mode: str = "greedy"
+    tolerance: float = 0.0  # in logits, of the target's own dtype; 0 if it was not needed
+    bitwise: bool = False  # the bits of a row do not depend on the other rows, so that no near-tie was allowed
+    mode: str = "greedy"  # or sample
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "p_value": None}
@@ -81,16 +76,11 @@ SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples per prompt; bins of the χ² tes
 
 @dataclass
 class SampleCheck:
-    """Result of the check of multi-step sampling.
+    """Result of the check of multi-step sampling."""
 
-    checked: number of tokens.
-    mismatches: tokens whose probability is 0.
-    p_value: of the χ² test that the tokens have the target's distribution.
-    """
-
-    checked: int = 0
-    mismatches: int = 0
-    p_value: float = 1.0
+    checked: int = 0  # number of tokens
+    mismatches: int = 0  # tokens whose probability is 0
+    p_value: float = 1.0  # of the χ² test that the tokens have the target's distribution
 
     def to_dict(self) -> dict[str, Any]:
         known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False}
@@ -114,9 +104,7 @@ def check_distribution(
 
     The randomised probability integral transform of each token (the mass of all likelier tokens plus a uniform share of
     its own) is uniform if its distribution is right, whatever came before: samples of all prompts make one test.
-
-    Args:
-        on_prompt: called with the number of prompts done, after each.
+    ``on_prompt`` is called with the number of prompts done, after each.
     """
     from scipy.stats import chisquare  # takes half a second to import
 

@@ -64,8 +64,8 @@ class Timed:
     def part(self, numbers: Collection[int]) -> "Timed":
         """The outputs and times of some of the prompts: of those groups that hold no others."""
         places = [place for place, group in enumerate(self.groups) if set(group) <= set(numbers)]
-        parts = self.tokens, self.seconds, self.cpu_seconds, self.groups
-        tokens, seconds, cpu_seconds, groups = ([part[place] for place in places] for part in parts)
+        tokens, groups = [self.tokens[place] for place in places], [self.groups[place] for place in places]
+        seconds, cpu_seconds = ([times[place] for place in places] for times in (self.seconds, self.cpu_seconds))
         outputs = {number: self.outputs[number] for group in groups for number in group}
         return Timed(outputs, tokens, seconds, cpu_seconds, groups)
 
