@@ -23,17 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
-from draftsmith.inference.drafters.levels import (
-    ALL_CACHED,
-    MISSING,
-    DraftHead,
-    DrawKind,
-    Hidden,
-    Levels,
-    Logits,
-    Pass,
-    chain_passes,
-)
+from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -138,10 +128,8 @@ class DraftModelDrafter(Drafter):
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device, self.verified_depth = cache.rows, cache.lengths.device, max_depth
-        # Tokens that the model has not run, at most: accepted ones of a step; in eager steps also those of steps
-        # without a draft.
-        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
-        self.skipped = False
+        self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
+        self.max_missing = len(self.chains) - 1
         self.rows, self.eager = rows, not static or not self.static
         self.own = self.cache = KVCache(self.model, rows, cache.capacity)
         if self.entries is None:
@@ -161,8 +149,6 @@ class DraftModelDrafter(Drafter):
         self.ran = ran.to(device).unbind()
         sizes = (after - first for first, after in itertools.pairwise(self.layout.firsts))
         self.has_early_leaves = any(map(operator.lt, self.layout.runs[:-1], sizes))
-        # Chains of 1, 2, … tokens that are run before the first level: missing tokens, then the root.
-        self.chains = chain_passes(self.max_missing + 1, rows, device)
         # Number of tokens of each text in the model's cache, and the tokens after these, up to the root. The number of
         # missing tokens follows from it, and is 0 in warm-up steps, which reset the lengths: these then write no slot
         # before the length.
@@ -309,7 +295,7 @@ class DraftModelDrafter(Drafter):
         """Token ids within the model's embedding; ids beyond it become the last one."""
         return tokens.clamp(max=self.last_id) if self.last_id + 1 < self.target_vocabulary else tokens
 
-    def _logits(self, hidden: Tensor) -> Logits:
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return self.lm.logits(hidden)[..., : self.vocabulary], self.ids

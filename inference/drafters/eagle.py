@@ -24,18 +24,7 @@ from torch.nn import functional as F
 
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
-from draftsmith.inference.drafters.levels import (
-    ALL_CACHED,
-    MISSING,
-    DraftHead,
-    DrawKind,
-    Hidden,
-    Levels,
-    Logits,
-    Pass,
-    chain_passes,
-    step_time,
-)
+from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
@@ -133,11 +122,8 @@ class EagleDrafter(Drafter):
         self.layer.allocate(rows, capacity, static)
         self.plans: Plans | None = None  # of the step
         self.verified_depth = max_depth
-        # Pairs that are not in the cache, at most: those of accepted tokens of a step; in eager steps also those of
-        # steps without a draft.
-        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
-        self.skipped = False
-        self.chains = chain_passes(self.max_missing + 1, rows, device)
+        self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
+        self.max_missing = len(self.chains) - 1
         if self.shape is None:
             self.levels.allocate(rows, device, static)
         else:
@@ -279,7 +265,7 @@ class EagleDrafter(Drafter):
     def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
         return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
 
-    def _logits(self, hidden: Tensor) -> Logits:
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden), self.ids
@@ -391,7 +377,7 @@ def calibration(
         return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
 
     def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return step_time(costs, [draft_time(first(target).with_tree((1,)), target, costs)])
+        return costs.tree_time([draft_time(first(target).with_tree((1,)), target, costs)])
 
     def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
         drafter = first(target).with_tree(tree)

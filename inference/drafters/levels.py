@@ -12,7 +12,6 @@ keys, W 64-bit words.
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Noise, sampling_distribution
@@ -34,7 +32,6 @@ from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
 Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
-Logits = tuple[Tensor, Tensor | None]  # see DraftHead.logits
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
 # Of drafters with a cache of their own: more tokens than any text has; and how many of a text's last tokens may be
 # missing from the cache after steps without a draft, at least.
@@ -121,8 +118,10 @@ class Pass:
         )[0]
 
 
-def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
-    """Forward passes of chains of 1, 2, … ``longest`` tokens, the first of them in the place of node 0."""
+def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device) -> list[Pass]:
+    """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
+    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft."""
+    longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth))
     ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
     depth = torch.arange(longest, dtype=torch.int32, device=device)[None]
     passes: list[Pass] = []
@@ -157,7 +156,7 @@ class DraftHead:
     ids: ``[outputs]`` int64, the tokens of these; the first ones if None.
     """
 
-    logits: Callable[[Tensor], Logits]
+    logits: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     module: nn.Module | None
     outputs: int
     ids: Tensor | None
@@ -388,20 +387,6 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
         return tree
     levels = ([*itertools.product(*map(range, tree[:depth]))] for depth in range(1, len(tree) + 1))
     return Topology(tuple(itertools.chain(*levels)))
-
-
-def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
-    """``Calibration.step_time`` of drafters whose every level takes a forward pass. ``passes``: of each drafter, the
-    time of one with one row, in plain steps of the target; more rows cost in proportion what they cost the target."""
-
-    def time(trees: Sequence[Topology]) -> float:
-        total = costs.relative(1 + sum(len(tree.paths) for tree in trees))
-        for each, tree in zip(passes, trees, strict=True):
-            parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
-            total += each * sum(costs.relative(count) for count in parents.values())
-        return total
-
-    return time
 
 
 def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:

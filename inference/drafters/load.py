@@ -37,20 +37,11 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.common.files import json_object
+from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.names import (
-    DRAFT_MODEL,
-    NGRAM,
-    check_name,
-    compressed_of,
-    draft_model_of,
-    has_folder,
-    ngram_lengths,
-    parts_of,
-)
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.protocol import Drafter
@@ -119,8 +110,8 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """:func:`read_drafter`, after :func:`check_name`."""
-    check_name(name)
+    """:func:`read_drafter`, after :func:`names.check_name`."""
+    names.check_name(name)
     return read_drafter(name)
 
 
@@ -157,13 +148,13 @@ def load_drafter(
         FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or a tree
             is given and no drafter takes one.
     """
-    names = [] if name == "none" else parts_of(name)
-    stored = {each: read_named(each) for each in names if has_folder(each)}
+    given = [] if name == "none" else names.parts_of(name)
+    stored = {each: read_named(each) for each in given if names.has_folder(each)}
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
     parts: dict[str, Part] = {}
-    for each in names:
+    for each in given:
         if each not in stored:
             parts[each] = _untrained(each)
             continue
@@ -174,11 +165,11 @@ def load_drafter(
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
         at_load = path is not None and chosen_at_load(path)
-        parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1 or at_load)
+        parts[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
     if target is None and not (target_name or known):
-        what = "'none' names no target" if not names else f"'{name}' has no target of its own"
+        what = "'none' names no target" if not given else f"'{name}' has no target of its own"
         raise ValueError(f"{what}: pass --target")
     loaded = target or load_target(str(target_name or known), **options)
     for folder, config, _ in stored.values():
@@ -211,7 +202,7 @@ def report_fields(name: str) -> dict[str, Any]:
     """Fields that the families of a drafter's folders add to its report; where several add one, the first folder's.
     ``name`` and what is raised are as in :func:`load_drafter`."""
     fields: dict[str, Any] = {}
-    for each in filter(has_folder, parts_of(name)):
+    for each in filter(names.has_folder, names.parts_of(name)):
         folder = resolve_folder(each)
         config = json_object(folder / "config.json", "drafter config")
         family = family_of(folder, config)
@@ -221,14 +212,14 @@ def report_fields(name: str) -> dict[str, Any]:
 
 
 def _untrained(name: str) -> Part:
-    if name.startswith(NGRAM):
-        lengths = ngram_lengths(name)
+    if name.startswith(names.NGRAM):
+        lengths = names.ngram_lengths(name)
         return Part(lambda target, options: NgramDrafter(target, **lengths))
-    if not name.startswith(DRAFT_MODEL):
-        kind, entries, expansion = compressed_of(name)
+    if not name.startswith(names.DRAFT_MODEL):
+        kind, entries, expansion = names.compressed_of(name)
         compressed = Selector(kind, entries)
         return Part(lambda target, options: CompressedDrafter(target, compressed, expansion))
-    path, children, cache = draft_model_of(name)
+    path, children, cache = names.draft_model_of(name)
     selector = None if cache is None else Selector(*cache)
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:

@@ -22,14 +22,7 @@ from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.tree import (
-    StaticTree,
-    TokenTree,
-    Topology,
-    calibrated_rates,
-    read_candidates,
-    read_tree,
-)
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
@@ -223,12 +216,7 @@ def open_drafter(
     """Heads and their tree, checked against each other."""
     assert tree is not None
     # A merge chooses from more nodes than the calibrated tree has.
-    if merged:
-        topology, acceptances = read_candidates(tree)
-    else:
-        topology, rates = read_tree(tree), calibrated_rates(tree)
-        known = all(path in rates for path in topology.paths)
-        acceptances = [rates[path] for path in topology.paths] if known else None
+    topology, acceptances = read_candidates(tree) if merged else read_weighed(tree)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config, f"{folder}: ")
     _check_topology(topology, heads.config, outputs, f"{tree}: ")

@@ -34,6 +34,7 @@ MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
 SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
+NODES = (2, 4, 8, 16, 32, 64)  # of the trees of ensembles whose expected τ tree.json records
 _NO_POSITION = "no calibration position: every answer is shorter than the drafts are deep"
 
 
@@ -323,3 +324,16 @@ def overlap(matched: Tensor) -> list[list[float]]:
         [round(float(b) / float(e), 4) if e else 1.0 for b, e in zip(*rows, strict=True)]
         for rows in zip(both, either, strict=True)
     ]
+
+
+def ensemble_facts(ranks: Tensor, matched: Tensor, mark_tokens: int) -> dict[str, Any]:
+    """What tree.json records of an ensemble: ``ranks [S, T, n, K]``, matched answers ``[n, A]``."""
+    taus = {nodes: round(simulate_ensemble(best_trees(ranks, nodes), ranks), 4) for nodes in NODES}
+    return {
+        "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
+        "coverage": coverage(matched),
+        "overlap": overlap(matched),
+        "mark_tokens": mark_tokens,
+        "answers": matched.shape[1],
+        "mean_accepted_length_by_nodes": taus,
+    }

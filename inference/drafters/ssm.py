@@ -16,19 +16,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, drafts
-from draftsmith.inference.drafters.levels import step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import (
-    accuracy,
-    best_trees,
-    chained_ranks,
-    coverage,
-    matched_answers,
-    next_token_ranks,
-    overlap,
-    simulate_ensemble,
-)
+from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
 from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
@@ -39,7 +29,6 @@ from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
-NODES = (2, 4, 8, 16, 32, 64)  # of the trees whose expected τ tree.json records
 
 
 def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -221,20 +210,10 @@ class _Calibrated:
         return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
 
     def facts(self, ranks: Tensor) -> dict[str, Any]:
-        matched = torch.cat(self.matched, 1)
-        return {
-            "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
-            "coverage": coverage(matched),
-            "overlap": overlap(matched),
-            "mark_tokens": self.ensemble.mark_tokens,
-            "answers": matched.shape[1],
-            "mean_accepted_length_by_nodes": {
-                nodes: round(simulate_ensemble(best_trees(ranks, nodes), ranks), 4) for nodes in NODES
-            },
-        }
+        return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)
 
     def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return step_time(costs, [self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
+        return costs.tree_time([self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
 
 
 def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ B · S cached tokens once, and has each of the N nodes attend to them.
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import engine_attention, find_lean, refuse_synchronisation, why_no_graph
 from draftsmith.inference.engine.step import Step, capacity_for, on_device, static_by_default
-from draftsmith.inference.verify.tree import StaticTree, TokenTree, chain
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, chain
 from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 from draftsmith.models.target import Target
 
@@ -67,6 +68,19 @@ class StepCosts:
         """t(B, S, N)."""
         attention = (cached - CONTEXT) * batch * (self.per_key + self.per_key_and_node * nodes)
         return max(0.0, self.plain_seconds * self.relative(batch * nodes) + attention)
+
+    def tree_time(self, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
+        """``Calibration.step_time`` of drafters whose every level takes a forward pass. ``passes``: of each drafter,
+        the time of one with one row, in plain steps; more rows cost in proportion what they cost the target."""
+
+        def time(trees: Sequence[Topology]) -> float:
+            total = self.relative(1 + sum(len(tree.paths) for tree in trees))
+            for each, tree in zip(passes, trees, strict=True):
+                parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
+                total += each * sum(self.relative(count) for count in parents.values())
+            return total
+
+        return time
 
 
 class _Chain(Drafter):

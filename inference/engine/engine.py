@@ -16,7 +16,6 @@ import torch
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
 from draftsmith.inference.engine.step import (
-    PHASES,
     Clock,
     OnTree,
     ReadCommitted,
@@ -115,7 +114,7 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(Clock.PHASES, 0.0)
         self.static = compiled or (static_by_default(target) if static is None else static)
         self.compiled, self.lean = compiled, lean
         if lean:

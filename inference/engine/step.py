@@ -44,7 +44,6 @@ PREFILL_CHUNK = 512
 SIZES = (1, 8, 16, 32)  # nodes of the trees among which static steps choose, beside the whole tree
 _UNIT = 1 << 20  # of expected tokens, in ``committed``
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
-PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 ReadCommitted = Callable[[], list[list[int]]]
 OnTree = Callable[[TokenTree, Verdict], None]
@@ -58,6 +57,8 @@ class Clock:
 
     on_tree: called with each step's tree and the verdict on it.
     """
+
+    PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
     def __init__(self, seconds: dict[str, float], device: torch.device, on_tree: OnTree | None = None) -> None:
         self.seconds, self.device, self.since, self.on_tree = seconds, device, time.perf_counter(), on_tree

@@ -283,14 +283,21 @@ def chosen_at_load(path: Path) -> bool:
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
     """Read the paths that a merge may choose from, and their acceptance probabilities from calibration:
     ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per depth."""
-    topology, rates = read_tree(path), calibrated_rates(path)
+    topology, rates = read_tree(path), _calibrated_rates(path)
     if not rates:
         return topology, [0.5 ** len(entry) for entry in topology.paths]
     topology = _topology(path, list(rates))
     return topology, [rates[entry] for entry in topology.paths]
 
 
-def calibrated_rates(path: Path) -> dict[Ranks, float]:
+def read_weighed(path: Path) -> tuple[Topology, list[float] | None]:
+    """Read a tree, and the acceptance probabilities of its paths from calibration, if it has one for each of them."""
+    topology, rates = read_tree(path), _calibrated_rates(path)
+    known = all(entry in rates for entry in topology.paths)
+    return topology, [rates[entry] for entry in topology.paths] if known else None
+
+
+def _calibrated_rates(path: Path) -> dict[Ranks, float]:
     """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it."""
     content = read_content(path)
     calibration = content.get("calibration") if isinstance(content, dict) else None
