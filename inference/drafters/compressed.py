@@ -265,12 +265,8 @@ class CompressedDrafter(Drafter):
         self.levels = Levels(tree, target.vocab_size, target.vocab_size, by_rank=BY_RANK)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
-        self.head = DraftHead(
-            lambda hidden: (target.logits(hidden), None),
-            None if target.changes_logits else target.lm_head,
-            target.vocab_size,
-            None,
-        )
+        module = None if target.changes_logits else target.lm_head
+        self.head = DraftHead(lambda hidden: (target.logits(hidden), None), module, target.vocab_size, None)
         self.static = selector.name != "topk"
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:

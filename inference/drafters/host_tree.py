@@ -156,15 +156,10 @@ class HostTreeBuilder:
             zeros = [0] * (words - len(ancestors[0]))
             bits.append([row + zeros for row in ancestors] + [[1] + [0] * (words - 1)] * padding)
 
-        def tensor(values: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        return TokenTree(
-            tensor(tokens, torch.int64),
-            tensor(parents, torch.int32),
-            tensor(depths, torch.int32),
-            tensor(bits, torch.int64),
-            tensor(valid, torch.bool),
-            source=tensor(sources, torch.int64),
-            acceptance=tensor(acceptance, torch.float32),
+        values = tokens, parents, depths, bits, valid, sources, acceptance
+        dtypes = torch.int64, torch.int32, torch.int32, torch.int64, torch.bool, torch.int64, torch.float32
+        pairs = zip(values, dtypes, strict=True)
+        ids, above, levels, bitsets, is_valid, source, weights = (
+            torch.tensor(each, dtype=dtype, device=self.device) for each, dtype in pairs
         )
+        return TokenTree(ids, above, levels, bitsets, is_valid, source=source, acceptance=weights)

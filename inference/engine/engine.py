@@ -6,7 +6,7 @@ described in :mod:`draftsmith.inference.engine.step`. Plain decoding is the same
 
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -233,11 +233,10 @@ class SpeculativeDecoder:
             return []
         capacity = capacity_for(max_length, self.drafter)
         clock = Clock(self.seconds, self.target.device, on_tree) if instrument or on_tree else None
-        results: list[Generation] = []
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
-            queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_step, on_end)
+            queue = _Queue(self, step, iter(requests), max_length, on_tokens, on_step, on_end)
             launched: deque[tuple[ReadCommitted, list[_Text | None], int]] = deque()
             try:
                 queue.fill(clock)
@@ -252,7 +251,7 @@ class SpeculativeDecoder:
             except FloatingPointError:
                 self._step = None  # its cache may hold NaN, which no mask removes
                 raise
-        return results
+        return queue.results
 
     def _length(self, number: int, request: Request) -> int:
         """Tokens of a request's prompt and answer; a ValueError with its number, from 1, if it is not valid."""
@@ -343,24 +342,22 @@ class _Text:
     result: Generation = field(default_factory=Generation)
 
 
+@dataclass
 class _Queue:
     """The waiting requests, and the texts in the rows of a batch."""
 
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        step: Step,
-        waiting: Iterable[Request],
-        max_length: int,
-        results: list[Generation],
-        on_tokens: Callable[[int, list[int]], None] | None,
-        on_step: Callable[[int, Generation], None] | None,
-        on_end: Callable[[int, Generation], None] | None,
-    ) -> None:
-        self.decoder, self.step, self.waiting, self.max_length = decoder, step, iter(waiting), max_length
-        self.results, self.on_tokens, self.on_step, self.on_end = results, on_tokens, on_step, on_end
-        self.texts: list[_Text | None] = [None] * step.rows
-        step.reset()
+    decoder: SpeculativeDecoder
+    step: Step
+    waiting: Iterator[Request]
+    max_length: int
+    on_tokens: Callable[[int, list[int]], None] | None
+    on_step: Callable[[int, Generation], None] | None
+    on_end: Callable[[int, Generation], None] | None
+    results: list[Generation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts: list[_Text | None] = [None] * self.step.rows
+        self.step.reset()
 
     @property
     def busy(self) -> bool:
