@@ -8,9 +8,9 @@
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
 tokens (inference/drafters/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree
 for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models
-and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the
-time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
-where sizes that fall behind are timed no further.
+and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the time given (--seconds)
+allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes that fall
+behind are timed no further.
 
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than

@@ -3,8 +3,8 @@ distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
 differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
-of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows
-(``LeanDecoder.rows_differ`` is empty: on a CPU with a compiler), there are no near-ties: any difference is a mismatch.
+of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows (on a
+CPU with a compiler), there are no near-ties: any difference is a mismatch.
 
     tolerance = min(max(e, t), 4t) + u
 
