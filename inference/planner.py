@@ -99,19 +99,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting is expected to give.
+    """What a setting is expected to give; times are in plain steps of the target."""
 
-    speedup: over plain decoding. tokens: E. verify, draft, select: times of a step's parts, in plain steps of the
-    target. least_alpha: the acceptance probability of every drafted token from which on it would pay; above 1: none
-    would.
-    """
-
-    speedup: float
-    tokens: float
+    speedup: float  # over plain decoding
+    tokens: float  # E
     verify: float
-    draft: float
-    select: float
-    least_alpha: float
+    draft: float  # of all drafting in a step
+    select: float  # of selections
+    least_alpha: float  # acceptance of every drafted token from which on it would pay; above 1: none would
 
 
 def expected_tokens(alphas: Sequence[float]) -> float:
@@ -217,12 +212,8 @@ def plan(
     batches: Sequence[int],
     new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """For each B and S: the best setting, the time of its parts, and its speed with and without prefill.
-
-    Args:
-        measured: by S and (selector, K).
-        prefills: seconds, by S.
-    """
+    """For each B and S: the best setting, the time of its parts, and its speed with and without prefill; of what was
+    measured by S and (selector, K), and seconds of prefills by S."""
     cells: list[dict[str, Any]] = []
     for batch, (cached, of_length) in itertools.product(batches, measured.items()):
         middle = cached + new_tokens / 2

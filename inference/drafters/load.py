@@ -62,11 +62,8 @@ MERGED_NODES = 40  # at most, in a merged tree, the root included
 
 @dataclass(frozen=True)
 class Part:
-    """A drafter before its target is loaded.
-
-    build: (target, options) → the drafter, or any number of them by name, which are merged. options: those of
-        :func:`load_target`, for causal LMs of its own.
-    """
+    """A drafter before its target is loaded. build: (target, options) → the drafter, or any number of them by name,
+    which are merged. options: those of :func:`load_target`, for causal LMs of its own."""
 
     build: Callable[[Target, dict[str, Any]], Drafter | Mapping[str, Drafter]]
 

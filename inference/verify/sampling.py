@@ -131,14 +131,10 @@ _RIVALS, _SPREAD, _OTHERS = 8, 1.4, -0.5
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of a batch's texts, by which the target and its drafters choose tokens in coupled sampling.
-
-    settings: the sampling parameters.
-    lengths: ``[B]`` int64, the position of each row's root.
-    """
+    """The noise of a batch's texts, by which the target and its drafters choose tokens in coupled sampling."""
 
     settings: Settings
-    lengths: Tensor
+    lengths: Tensor  # [B] int64, the position of each row's root
 
     def best(
         self, logits: Tensor, depth: Tensor | int, count: int = 1, tokens: Tensor | None = None
@@ -148,7 +144,6 @@ class Noise:
         Args:
             logits: ``[B, N, V]``, penalised already if they are the target's.
             depth: of the nodes, int32 or int64 of a shape that broadcasts to ``[B, N]``; 0 is the root.
-            count: k.
             tokens: the target's token of each logit, as :func:`~draftsmith.kernels.coupled.coupled_topk` takes them.
 
         Returns:
@@ -184,11 +179,8 @@ def _integers(s: Sampling) -> tuple[int, int]:
 
 
 def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor:
-    """The logits ``[B, N, V]`` after the repetition penalty; the same tensor if none is in use.
-
-    Args:
-        seen: ``[B, N, V]`` bool, the tokens of the text and of the path to each node; needed if a penalty is in use.
-    """
+    """The logits ``[B, N, V]`` after the repetition penalty; the same tensor if none is in use. ``seen``: as many bool,
+    the tokens of the text and of the path to each node; needed if a penalty is in use."""
     if not settings.uses_penalty:
         return logits
     assert seen is not None
@@ -197,13 +189,6 @@ def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor
 
 
 def sampling_distribution(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The distribution that plain sampling draws from (ALGORITHMS §2, C4).
-
-    Args:
-        logits: ``[B, N, V]``.
-        seen: see :func:`penalised`.
-
-    Returns:
-        ``[B, N, V]`` float32, each row sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout.
-    """
+    """The distribution that plain sampling draws from (ALGORITHMS §2, C4): logits ``[B, N, V]`` → float32, each row
+    sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout. ``seen``: see :func:`penalised`."""
     return distribution_reference(penalised(logits, settings, seen), *settings.filters, settings.uses[:3])

@@ -142,11 +142,8 @@ def chain(depth: int) -> Topology:
 
 
 class StaticTree:
-    """A tree of fixed shape on a device; only the tokens change from step to step.
-
-    Args:
-        parents: of each node, −1 at the root (node 0); parents come before their children.
-    """
+    """A tree of fixed shape on a device; only the tokens change from step to step. ``parents``: of each node, −1 at the
+    root (node 0); parents come before their children."""
 
     def __init__(self, parents: Sequence[int], device: torch.device) -> None:
         parent = list(parents)
