@@ -28,7 +28,6 @@ from draftsmith.models.lean import (
     Buffers,
     FusedBuffers,
     Layer,
-    NativeLayers,
     RMSNorm,
     can_fuse,
     run_fused_layer,
@@ -36,6 +35,7 @@ from draftsmith.models.lean import (
     weight_and_eps,
 )
 from draftsmith.models.lean_from import packed_linears
+from draftsmith.models.lean_native import NativeLayers
 from draftsmith.models.target import Target
 
 
@@ -80,7 +80,7 @@ class EagleLayer:
         down, _ = packed_linears(module.mlp, ["down_proj"], target)
         scores = config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, ""
         attention = self.pair_input or (lambda x: x), qkv, qkv_bias, None, out, None, None
-        mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act, down, None, None
+        mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act_fn, down, None, None
         self.layer = Layer(*scores, *attention, *mlp, 1.0)
 
     def allocate(self, rows: int, capacity: int, static: bool) -> None:
