@@ -8,9 +8,9 @@
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
 tokens (inference/drafters/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree
 for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models
-and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the
-time given (--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn,
-where sizes that fall behind are timed no further.
+and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the time given (--seconds)
+allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes that fall
+behind are timed no further.
 
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
@@ -200,33 +200,20 @@ def choose(
     time_is_up: Callable[[], bool],
     lean: bool | None = None,
 ) -> tuple[list[Choice], Costs]:
-    """Time the best trees of each size; returns those that were timed, with expected τ and cost on this device.
-
-    Args:
-        ranks: ``[S, T, n, K]`` of the text.
-        prompts: token ids; the timed steps continue them.
-        sizes: numbers of nodes, rising.
-        time_is_up: as :func:`race` takes it.
-        lean: as :class:`SpeculativeDecoder` takes it.
-    """
+    """Time the best trees of each size on continuations of the prompts; returns those that were timed, with expected τ
+    and cost on this device. Arguments are those of :func:`trees_by_size` and :func:`race`."""
     step_time = calibration.step_time and calibration.step_time(target, step_costs(target, lean))
     trees = trees_by_size(ranks, sizes, step_time)
     taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
     decoders: dict[int, SpeculativeDecoder] = {}
-    clock = _clock(target)
 
     def run(size: int, turn: int) -> list[float]:
-        prompt, ends = prompts[turn % len(prompts)], list[float]()
-        count = math.ceil(taus[size] * TIMED_TOKENS) + 1
+        prompt, count = prompts[turn % len(prompts)], math.ceil(taus[size] * TIMED_TOKENS) + 1
         if size not in decoders:
             drafter = calibration.build(target, *trees[size - 1]) if size else None
-            decoders[size] = SpeculativeDecoder(target, drafter, lean=lean)
-            first = Request(prompt, 4, stop_ids=frozenset())  # allocates, and chooses the forms of products
-            decoders[size].serve([first], 1, max_length=len(prompt) + count)
-        note = lambda *_: ends.append(clock())  # noqa: E731
-        decoders[size].generate([prompt], count, stop_ids=frozenset(), on_tokens=note)
-        return [end - begin for begin, end in itertools.pairwise(ends)]
+            decoders[size] = _decoder(target, drafter, lean, prompt, count)
+        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[size], prompt, count))]
 
     costs = race(run, taus, time_is_up)
     plain, *measured = costs.seconds
@@ -252,27 +239,16 @@ def compare(
     time_is_up: Callable[[], bool],
     lean: bool | None = None,
 ) -> list[Compared]:
-    """Decode the same texts with the fixed tree and the dynamic ones, each prompt by all of them in turn.
-
-    Args:
-        drafters: with the fixed tree, then with each of :data:`SHAPES`.
-        prompts: token ids.
-        time_is_up: called before each prompt but the first.
-        lean: as :class:`SpeculativeDecoder` takes it.
-    """
-    clock, longest = _clock(target), max(prompts, key=len)
-    decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
-    for decoder in decoders:  # allocates, for all prompts, and chooses the forms of products
-        first = Request(longest, 4, stop_ids=frozenset())
-        decoder.serve([first], 1, max_length=len(longest) + COMPARED_TOKENS)
+    """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn. ``drafters``:
+    with the fixed tree, then with each of :data:`SHAPES`; ``time_is_up``: called before each prompt but the first."""
+    longest = max(prompts, key=len)
+    decoders = [_decoder(target, drafter, lean, longest, COMPARED_TOKENS) for drafter in drafters]
     seconds, steps, tokens = [0.0] * len(decoders), [0] * len(decoders), 0
     for number, prompt in enumerate(prompts):
         if number and time_is_up():
             break
         for tree, decoder in enumerate(decoders):
-            ends: list[float] = []
-            note = lambda *_, ends=ends: ends.append(clock())  # noqa: E731
-            decoder.generate([prompt], COMPARED_TOKENS, stop_ids=frozenset(), on_tokens=note)
+            ends = _ends(decoder, prompt, COMPARED_TOKENS)
             seconds[tree] += ends[-1] - ends[0]  # without the prefill, which gives the first token
             steps[tree] += len(ends) - 1
         tokens += COMPARED_TOKENS - 1
@@ -280,19 +256,29 @@ def compare(
     return [Compared(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
 
 
-def _clock(target: Target) -> Callable[[], float]:
-    """On a CPU this thread's time, which other processes disturb less; it excludes waiting for a GPU or a disk."""
-    return time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+def _decoder(
+    target: Target, drafter: Drafter | None, lean: bool | None, prompt: list[int], count: int
+) -> SpeculativeDecoder:
+    """A decoder that has allocated for a prompt and ``count`` tokens, and has chosen the forms of products."""
+    decoder = SpeculativeDecoder(target, drafter, lean=lean)
+    decoder.serve([Request(prompt, 4, stop_ids=frozenset())], 1, max_length=len(prompt) + count)
+    return decoder
+
+
+def _ends(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> list[float]:
+    """When the prefill and each step of an answer of ``count`` tokens ended. On a CPU by this thread's time, which
+    other processes disturb less; it excludes waiting for a GPU or a disk."""
+    target, ends = decoder.target, list[float]()
+    clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+    decoder.generate([prompt], count, stop_ids=frozenset(), on_tokens=lambda *_: ends.append(clock()))
+    return ends
 
 
 def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:
-    """Up to ``count`` prompts from rows spread over the text.
+    """Up to ``count`` prompts from rows spread over the text ``[S, T]``.
 
     Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
     as documents are, it is the first half of the row. Rows without an answer give none.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
     """
     labelled = [row for row in range(len(tokens)) if supervised[row].any()]
     rows = [row for row in labelled if not supervised[row, 0]] or labelled
@@ -310,11 +296,7 @@ def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> T
 
 
 def check_idle(folder: Path) -> None:
-    """Refuse a run that another command is writing: its drafter would not fit the tree.
-
-    Raises:
-        ValueError: one is.
-    """
+    """Refuse, by a ValueError, a run that another command is writing: its drafter would not fit the tree."""
     if (folder / ".lock").exists():
         try:
             with locked(folder / ".lock", wait=False):
@@ -347,36 +329,31 @@ def print_costs(target: Target, lean: bool | None) -> None:
     print(", ".join(f"{rows}: {cost:.2f}" for rows, cost in costs.points))
 
 
+def positions_of(ranks: Tensor) -> int:
+    """Number of positions of ``[S, T, n, K]`` at which a step begins."""
+    return int((ranks[:, :, 0, 0] >= 0).sum())
+
+
 def write_candidates(folder: Path, ranks: Tensor) -> None:
-    """Write a tree.json whose nodes are chosen at load.
-
-    Args:
-        ranks: ``[S, T, 1, K]`` of the text.
-
-    Raises:
-        ValueError: there is no position to count on.
-    """
+    """Write a tree.json whose nodes are chosen at load, by the text's ranks ``[S, T, 1, K]``."""
     facts = head_facts(ranks)
     known = facts["candidates"]
-    taus: dict[int, float] = {}
-    for trees in trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1]):
-        taus[nodes_of(trees)] = round(simulate_ensemble(trees, ranks), 4)
-    calibration = {"positions": int((ranks[:, :, 0, 0] >= 0).sum()), **facts, "mean_accepted_length_by_nodes": taus}
+    by_size = trees_by_size(ranks, [size for size in SIZES if size <= len(known) + 1])
+    taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
+    calibration = {"positions": positions_of(ranks), **facts, "mean_accepted_length_by_nodes": taus}
     paths = [one["path"] for one in known]
     write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
     said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
     print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
 
 
-def print_choices(choices: Sequence[Choice]) -> None:
+def print_measured(choices: Sequence[Choice], compared: Sequence[Compared]) -> None:
     print("  nodes  depth  expected τ  ms/step  expected speed-up")
     for c in choices:
         print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
-
-
-def print_compared(compared: Sequence[Compared]) -> None:
-    print("  dynamic trees beside the tree chosen")
-    print("  top_k  depth  nodes     τ  speed-up over it")
+    if compared:
+        print("  dynamic trees beside the tree chosen")
+        print("  top_k  depth  nodes     τ  speed-up over it")
     for c in compared:
         print(f"  {c.shape.top_k:5d}  {c.shape.depth:5d}  {c.shape.nodes:5d}  {c.tau:4.2f}  {c.speed:16.2f}")
 
@@ -440,7 +417,7 @@ def main() -> None:
             ranks = drafter.ranks(target, batch["tokens"], batch["supervised"])
             parts.append({**batch, "ranks": ranks[:, :, None] if ranks.dim() == 3 else ranks})
             show_time()
-            if sum(int((done["ranks"][:, :, 0, 0] >= 0).sum()) for done in parts) >= MAX_POSITIONS:
+            if sum(positions_of(done["ranks"]) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
         if args.at_load:
@@ -460,16 +437,14 @@ def main() -> None:
             limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
             decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
             compared = compare(target, decoding, prompts, time_is_up, lean)
-    positions = int((ranks[:, :, 0, 0] >= 0).sum())
+    positions = positions_of(ranks)
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(
         f"calibrated on {positions:,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
         f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
         + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
     )
-    print_choices(choices)
-    if compared:
-        print_compared(compared)
+    print_measured(choices, compared)
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     calibration = {
         "positions": positions,

@@ -99,19 +99,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting is expected to give.
+    """What a setting is expected to give; times are in plain steps of the target."""
 
-    speedup: over plain decoding. tokens: E. verify, draft, select: the times of verification, of all drafting and of
-    selections in a step, in plain steps of the target. least_alpha: the acceptance probability of every drafted token
-    from which on it would pay; above 1: none would.
-    """
-
-    speedup: float
-    tokens: float
+    speedup: float  # over plain decoding
+    tokens: float  # E
     verify: float
-    draft: float
-    select: float
-    least_alpha: float
+    draft: float  # of all drafting in a step
+    select: float  # of selections
+    least_alpha: float  # acceptance of every drafted token from which on it would pay; above 1: none would
 
 
 def expected_tokens(alphas: Sequence[float]) -> float:
@@ -134,11 +129,9 @@ def predict(
     per_draft: float = 0.0,
     appended: int = APPENDED,
 ) -> Prediction:
-    """The speed of a setting by step costs and acceptance.
+    """The speed of a setting by step costs ``seconds`` t(B, S, N) and acceptance α₁, α₂, …, at least γ.
 
     Args:
-        seconds: t(B, S, N) of a step.
-        alpha: α₁, α₂, …, at least γ.
         select: seconds in which one row's entries are selected.
         per_step, per_draft: seconds that a step, and each of its drafting passes, takes beyond that; may be negative.
         appended: tokens until the next selection; of a text that ends before it, its new ones.
@@ -159,17 +152,13 @@ def predict(
 
 
 def drafter_of(target: Target, setting: Setting) -> CompressedDrafter:
-    """The drafter of a setting, all of whose tokens are drafted in each step."""
+    """The drafter of a setting; each step drafts all of its tokens."""
     return CompressedDrafter(target, Selector(setting.selector, setting.entries), (1,) * setting.drafts)
 
 
 @dataclass
 class Measured:
-    """What was measured of a selector with K entries after texts of one length.
-
-    alpha: α₁, α₂, …. select: the least seconds of a row's selection. per_step, per_draft: as :func:`predict` takes
-    them.
-    """
+    """What was measured of a selector with K entries after texts of one length, as :func:`predict` takes it."""
 
     alpha: list[float]
     select: float
@@ -192,30 +181,27 @@ def measure(
     for text in texts:
         batch = Prefilled(target, [text], new_tokens)
         prefill = min(prefill, batch.prefill_seconds)
-        for selector, entries, drafts in steps:
-            run = batch.run(batch.step(drafter_of(target, Setting(selector, entries, drafts))))
-            if drafts == MOST:
-                counts[selector, entries] += torch.tensor(by_depth(run.committed, MOST))
-            selects[selector, entries] = min(selects[selector, entries], run.select)
-            key = selector, entries, drafts
+        for key in steps:
+            run = batch.run(batch.step(drafter_of(target, Setting(*key))))
+            if key[2] == MOST:
+                counts[key[:2]] += torch.tensor(by_depth(run.committed, MOST))
+            selects[key[:2]] = min(selects[key[:2]], run.select)
             steps[key] = min(steps[key], run.seconds / run.steps)
     found: dict[tuple[str, int], Measured] = {}
     length = len(texts[0]) + new_tokens / 2
-    for (selector, entries), drafted_accepted in counts.items():
+    for key, drafted_accepted in counts.items():
         # A depth that was reached a few times says little: the mean of all depths counts as eight tokens there.
         drafted, accepted = drafted_accepted.unbind(1)
         alpha = ((accepted + 8 * accepted.sum() / drafted.sum()) / (drafted + 8)).tolist()
-        select = selects[selector, entries]
-        in_steps = select if selector == "topk" or new_tokens > APPENDED else 0.0
+        in_steps = selects[key] if key[0] == "topk" or new_tokens > APPENDED else 0.0
         beyond: dict[int, float] = {}  # by number of drafted tokens
         for drafts in (1, MOST):
-            setting = Setting(selector, entries, drafts)
             appended = min(APPENDED, new_tokens)
-            known = predict(costs.seconds, 1, length, setting, alpha, in_steps, appended=appended)
+            known = predict(costs.seconds, 1, length, Setting(*key, drafts), alpha, in_steps, appended=appended)
             total = (known.draft + known.verify + known.select) * costs.seconds(1, length, 1)
-            beyond[drafts] = steps[selector, entries, drafts] - total
+            beyond[drafts] = steps[(*key, drafts)] - total
         per_draft = (beyond[MOST] - beyond[1]) / (MOST - 1)
-        found[selector, entries] = Measured(alpha, select, beyond[1] - per_draft, per_draft)
+        found[key] = Measured(alpha, selects[key], beyond[1] - per_draft, per_draft)
     return found, prefill
 
 
@@ -226,24 +212,18 @@ def plan(
     batches: Sequence[int],
     new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """For each B and S: the best setting, the time of its parts, and its speed with and without prefill.
-
-    Args:
-        measured: by S and (selector, K).
-        prefills: seconds, by S.
-    """
+    """For each B and S: the best setting, the time of its parts, and its speed with and without prefill; of what was
+    measured by S and (selector, K), and seconds of prefills by S."""
     cells: list[dict[str, Any]] = []
     for batch, (cached, of_length) in itertools.product(batches, measured.items()):
         middle = cached + new_tokens / 2
         options: list[tuple[Prediction, Setting]] = []
-        for (selector, entries), own in of_length.items():
-            for drafts in range(1, MOST + 1):
-                setting = Setting(selector, entries, drafts)
-                found = predict(costs.seconds, batch, middle, setting, **vars(own))
-                options.append((found, setting))
+        for (key, own), drafts in itertools.product(of_length.items(), range(1, MOST + 1)):
+            setting = Setting(*key, drafts)
+            options.append((predict(costs.seconds, batch, middle, setting, **vars(own)), setting))
         best, setting = max(options, key=lambda option: option[0].speedup)
-        plain = new_tokens * costs.seconds(batch, middle, 1)
-        of_best = of_length[setting.selector, setting.entries]
+        step = costs.seconds(batch, middle, 1)
+        plain, of_best = new_tokens * step, of_length[setting.selector, setting.entries]
         start, selecting = prefills[cached] * batch, of_best.select * batch
         cells.append(
             {
@@ -254,8 +234,8 @@ def plan(
                 "best": setting.name,
                 "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
                 "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
-                "seconds": round(costs.seconds(batch, middle, 1), 6),
-                "seconds_of_cached_tokens": round(costs.seconds(batch, middle, 1) - costs.seconds(batch, 0, 1), 6),
+                "seconds": round(step, 6),
+                "seconds_of_cached_tokens": round(step - costs.seconds(batch, 0, 1), 6),
             }
         )
     return cells
@@ -265,9 +245,7 @@ def planned_drafter(
     plan: str, target: Target, prompts: Sequence[list[int]], batch: int, new_tokens: int, lean: bool | None = None
 ) -> str:
     """The drafter of a plan's cell for the nearest batch size and context length, by their ratios; said on stderr.
-
-    Args:
-        plan: a file, or ``auto``: planned now, for these prompts, with 64, 128 and 256 entries.
+    ``plan``: a file, or ``auto``: planned now, for these prompts, with 64, 128 and 256 entries.
 
     Raises:
         ValueError: the file is no plan, or one for another target; or the prompts are too short to plan for.
@@ -294,12 +272,9 @@ def planned_drafter(
         return sum(abs(math.log(ratio)) for ratio in ratios)
 
     cell = min(cells, key=distance)
-    console.print(
-        f"plan for {cell['batch']} rows of {cell['context']} tokens: {cell['drafter']}"
-        + ("" if cell["drafter"] == "none" else f", {cell['speedup']:.2f} × plain decoding expected"),
-        markup=False,
-        highlight=False,
-    )
+    expected = "" if cell["drafter"] == "none" else f", {cell['speedup']:.2f} × plain decoding expected"
+    said = f"plan for {cell['batch']} rows of {cell['context']} tokens: {cell['drafter']}{expected}"
+    console.print(said, markup=False, highlight=False)
     return str(cell["drafter"])
 
 
@@ -358,17 +333,10 @@ def print_plan(facts: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
     for cell in facts["cells"]:
         alpha = sum(cell["alpha"]) / len(cell["alpha"])
-        parts = (f"{cell[name]:.2f}" for name in ("tokens", "verify", "draft", "select", "speedup"))
+        names = ("tokens", "verify", "draft", "select", "speedup", "speedup_with_prefill")
         least = "none" if cell["least_alpha"] > 1 else f"{cell['least_alpha']:.2f}"
-        table.add_row(
-            str(cell["batch"]),
-            str(cell["context"]),
-            cell["drafter"],
-            f"{alpha:.2f}",
-            *parts,
-            f"{cell['speedup_with_prefill']:.2f}",
-            least,
-        )
+        key = str(cell["batch"]), str(cell["context"]), cell["drafter"]
+        table.add_row(*key, f"{alpha:.2f}", *(f"{cell[name]:.2f}" for name in names), least)
     out = make_console(stderr=False)
     out.print(table)
     stars = ", ".join(f"{each:,.0f} at {nodes} verified tokens" for nodes, each in facts["inflection"].items())
@@ -397,58 +365,37 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         speeds.plot(*zip(*own, strict=True), marker="o", label=f"{length} tokens")
     speeds.axhline(1, color="grey", linewidth=1)
     star = facts["inflection"]["4"]
-    speeds.set(
-        title=f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})",
-        xlabel="rows",
-        xscale="log",
-        xticks=batches,
-        xticklabels=batches,
-        ylabel="× plain",
-    )
+    title = f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})"
+    speeds.set(title=title, xlabel="rows", ylabel="× plain")
+    speeds.set(xscale="log", xticks=batches, xticklabels=batches)
     speeds.minorticks_off()
     speeds.legend(frameon=False)
     many = [cell for cell in cells if cell["batch"] == batches[-1]]
     places = range(len(many))
+
+    def products(cell: dict[str, Any]) -> float:
+        return (cell["seconds"] - cell["seconds_of_cached_tokens"]) * 1e3
+
     one = {cell["context"]: cell for cell in cells if cell["batch"] == batches[0]}
-    base = [
-        min(
-            one[cell["context"]]["seconds"] - one[cell["context"]]["seconds_of_cached_tokens"],
-            cell["seconds"] - cell["seconds_of_cached_tokens"],
-        )
-        * 1e3
-        for cell in many
-    ]
+    base = [min(products(one[cell["context"]]), products(cell)) for cell in many]
     keys = [cell["seconds_of_cached_tokens"] * 1e3 for cell in many]
-    rest = [cell["seconds"] * 1e3 - key - first for cell, key, first in zip(many, keys, base, strict=True)]
+    rest = [products(cell) - first for cell, first in zip(many, base, strict=True)]
     times.bar(places, base, label=f"as for {batches[0]} row(s), without cached tokens")
     times.bar(places, rest, bottom=base, label=f"products of {batches[-1]} rows beyond that")
     bottoms = [first + more for first, more in zip(base, rest, strict=True)]
     times.bar(places, keys, bottom=bottoms, label="cached keys and values")
-    times.set(
-        title=f"A plain step of {batches[-1]} rows",
-        xticks=places,
-        xticklabels=[cell["context"] for cell in many],
-        xlabel="cached tokens",
-        ylabel="ms",
-    )
+    times.set(title=f"A plain step of {batches[-1]} rows", xlabel="cached tokens", ylabel="ms")
+    times.set(xticks=places, xticklabels=[cell["context"] for cell in many])
     times.legend(frameon=False, fontsize=8)
-    for selector, length in sorted({(each["selector"], each["context"]) for each in facts["measured"]}):
-        own = sorted(
-            (each["entries"], each["alpha"][0])
-            for each in facts["measured"]
-            if (each["selector"], each["context"]) == (selector, length)
-        )
+    by_curve: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for each in facts["measured"]:
+        by_curve.setdefault((each["selector"], each["context"]), []).append((each["entries"], each["alpha"][0]))
+    for (selector, length), own in sorted(by_curve.items()):
         style = "-" if selector == "snapkv" else "--"
-        alphas.plot(*zip(*own, strict=True), style, marker="o", label=f"{selector}, {length} tokens")
+        alphas.plot(*zip(*sorted(own), strict=True), style, marker="o", label=f"{selector}, {length} tokens")
     entries = sorted({each["entries"] for each in facts["measured"]})
-    alphas.set(
-        title="Acceptance of the first drafted token",
-        xlabel="entries K",
-        xscale="log",
-        xticks=entries,
-        xticklabels=entries,
-        ylabel="α",
-    )
+    alphas.set(title="Acceptance of the first drafted token", xlabel="entries K", ylabel="α")
+    alphas.set(xscale="log", xticks=entries, xticklabels=entries)
     alphas.minorticks_off()
     alphas.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for axes in (speeds, times, alphas):

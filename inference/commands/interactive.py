@@ -50,11 +50,8 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 def stream(
     decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
 ) -> tuple[Generation, float]:
-    """Decode one prompt; write its text to stdout as it comes and a line of statistics to stderr.
-
-    Args:
-        options: of ``SpeculativeDecoder.generate``.
-        stopped: asked after each step; the answer ends there once it returns True.
+    """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes and a line of
+    statistics to stderr. ``stopped`` is asked after each step; the answer ends there once it returns True.
 
     Returns:
         The result, and the seconds it took.
@@ -101,16 +98,11 @@ def stream_prompts(
     decoder: SpeculativeDecoder, name: str, given: Sequence[Prompt], prompts: Sequence[list[int]], options: Options
 ) -> None:
     """Stream the answers to prompts one after the other, each below its prompt, then what they took together.
-
-    Args:
-        name: of the drafter.
-        prompts: token ids of ``given``.
-    """
+    ``name``: of the drafter; ``prompts``: token ids of ``given``."""
     short = prompts[0][:WARM_UP]
     decoder.generate([short], **{**options(short), "max_new_tokens": WARM_UP})  # the first call allocates and tunes
     print_legend(decoder, name)
-    results: list[Generation] = []
-    total = 0.0
+    answers: list[tuple[Generation, float]] = []
     for number, (asked, prompt) in enumerate(zip(given, prompts, strict=True)):
         if number:
             separate_text()
@@ -118,11 +110,10 @@ def stream_prompts(
         lines = visible(content).splitlines()[-SHOWN_LINES:]
         said = "\n".join(f"> {line}" for line in lines)
         console.print(f"\n{said}", style="bold", markup=False)
-        result, seconds = stream(decoder, prompt, options(prompt))
-        results.append(result)
-        total += seconds
-    if len(results) > 1:
-        console.print(f"\n{len(results)} answers: {statistics_of(results, total)}", style="bold", markup=False)
+        answers.append(stream(decoder, prompt, options(prompt)))
+    if len(answers) > 1:
+        results, seconds = zip(*answers, strict=True)
+        console.print(f"\n{len(results)} answers: {statistics_of(results, sum(seconds))}", style="bold", markup=False)
 
 
 def print_legend(decoder: SpeculativeDecoder, name: str) -> None:
@@ -132,11 +123,7 @@ def print_legend(decoder: SpeculativeDecoder, name: str) -> None:
 
 
 def read_line() -> str | None:
-    """A line from stdin without its end; None at the end of the input.
-
-    Raises:
-        ValueError: it is not UTF-8.
-    """
+    """A line from stdin without its end; None at the end of the input. A ValueError if it is not UTF-8."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         with contextlib.suppress(ImportError):  # not every Python is built with it
             import readline  # noqa: F401  # arrow keys and the history of lines, in input()
@@ -167,20 +154,15 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
 
     With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
     without one, or with ``raw``, each line is a text of its own that the target continues.
-
-    Args:
-        name: of the drafter.
     """
     target = decoder.target
     tokenizer = target.tokenizer
     assert tokenizer is not None
     is_chat = bool(tokenizer.chat_template) and not raw
     chat: list[Message] = []
-    if is_chat:
-        start = f"A conversation with {target.name}; /help lists the commands"
-    else:
-        why = "--raw" if raw else "the target has no chat template"
-        start = f"Each line is continued by itself ({why}); {_HELP_RAW}"
+    why = "--raw" if raw else "the target has no chat template"
+    chat_start = f"A conversation with {target.name}; /help lists the commands"
+    start = chat_start if is_chat else f"Each line is continued by itself ({why}); {_HELP_RAW}"
     console.print(start, style="dim", markup=False)
     print_legend(decoder, name)
     answers = 0

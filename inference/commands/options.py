@@ -7,11 +7,8 @@ LARGEST = (1 << 31) - 1
 
 
 def check_counts(**counts: int | None) -> None:
-    """Check counts of a command line, by the name of their option; None is not checked.
-
-    Raises:
-        ValueError: one is below 1 or above 2³¹ − 1.
-    """
+    """Raise a ValueError if a count of a command line, by the name of its option, is below 1 or above 2³¹ − 1; None is
+    not checked."""
     for name, count in counts.items():
         option = f"--{name.replace('_', '-')}"
         if count is not None and count < 1:
@@ -21,11 +18,7 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_threads(threads: int | None) -> None:
-    """Check a number of CPU threads.
-
-    Raises:
-        ValueError: it is below 1, or above both 256 and the machine's cores.
-    """
+    """Raise a ValueError if a number of CPU threads is below 1, or above both 256 and the machine's cores."""
     check_counts(threads=threads)
     limit = max(256, os.cpu_count() or 1)
     if threads is not None and threads > limit:

@@ -17,23 +17,15 @@ _PLAIN = 'give the text as it is (--raw, or lines of {"prompt": …})'
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as raw text, or as chat messages for the target's template.
-
-    where: the file and line it came from, or the option, for errors.
-    kind: the kind of text (code, writing, …) by which reports group their figures, if the row has a field ``kind``.
-    """
+    """A prompt as raw text, or as chat messages for the target's template."""
 
     content: str | list[Message]
-    where: str = field(default="prompt", compare=False)
-    kind: str | None = None
+    where: str = field(default="prompt", compare=False)  # the file and line it came from, or the option, for errors
+    kind: str | None = None  # of text (code, writing, …), by which reports group their figures, if the row has a kind
 
     def encode(self, target: "Target") -> list[int]:
-        """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says.
-
-        Raises:
-            ValueError: there is no template, or it refuses the messages; there is no token, or no room for another one
-                in the target's context.
-        """
+        """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says. A ValueError if there is no template, or
+        it refuses the messages; if there is no token, or no room for another one in the target's context."""
         from draftsmith.data.chat import encode_prompt  # it takes torch, seconds to import
 
         assert target.tokenizer is not None
@@ -52,11 +44,7 @@ class Prompt:
 
 
 def encode_prompts(prompts: Sequence[Prompt], target: "Target") -> list[list[int]]:
-    """The token ids of prompts.
-
-    Raises:
-        ValueError: as :meth:`Prompt.encode`.
-    """
+    """The token ids of prompts, see :meth:`Prompt.encode`."""
     return [prompt.encode(target) for prompt in prompts]
 
 

@@ -39,12 +39,8 @@ def shows_colours() -> bool:
 
 
 def legend(drafter: str, sources: Sequence[str]) -> str:
-    """What the colours of :func:`write_text` mean, in rich's markup.
-
-    Args:
-        drafter: its name, for one without sources.
-        sources: of a drafter that names them, in order.
-    """
+    """What the colours of :func:`write_text` mean, in rich's markup: the drafter's ``sources`` in order, or its name if
+    it names none."""
     names = [Path(name).name for name in sources or [drafter]]
     said = [f"[{COLOURS[n % len(COLOURS)][0]}]drafted by {escape(name)}[/]" for n, name in enumerate(names)]
     return f"{', '.join(said)}, the rest is the target's own"
@@ -52,11 +48,7 @@ def legend(drafter: str, sources: Sequence[str]) -> str:
 
 def write_text(text: str, *, drafted: int = 0) -> None:
     """Write a piece of a decoded text to stdout, in UTF-8. On a terminal its encoding is used, control characters are
-    made visible, and drafted text has the colour of its source.
-
-    Args:
-        drafted: bits of the sources that proposed the text, of which the lowest one gives the colour; 0: not drafted.
-    """
+    made visible, and drafted text has the colour of the lowest of its sources, whose bits are ``drafted`` (0: none)."""
     out = sys.stdout
     if out is None or not text:  # stdout was closed
         return

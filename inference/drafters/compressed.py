@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.levels import Levels, Pass, best_by_head
+from draftsmith.inference.drafters.levels import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
@@ -51,14 +51,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Selector:
-    """Which K/V entries a compressed cache holds.
-
-    name: ``streamingllm``, ``snapkv`` or ``topk``.
-    entries: K, more than its sinks or observed queries.
-
-    Raises:
-        ValueError: there is no such selector, or K is too small.
-    """
+    """Which K/V entries a compressed cache holds: ``streamingllm``, ``snapkv`` or ``topk``, and K, more than its sinks
+    or observed queries; else a ValueError."""
 
     name: str
     entries: int
@@ -80,17 +74,9 @@ def attention_scores(
     queries: Tensor, keys: Tensor, scale: float, softcap: float | None = None, pool: int = POOL
 ) -> Tensor:
     """How much the last w queries attend to each token before them, as SnapKV scores it: attention weights summed over
-    the queries, averaged over ``pool`` neighbours (zeros beyond the ends), summed over the heads of a group.
-
-    Args:
-        queries: ``[Hq, w, D]``, rotated, of the last w of the S tokens.
-        keys: ``[Hkv, S, D]``, rotated.
-        scale, softcap: of the scores, as ``tree_attention`` takes them.
-        pool: odd.
-
-    Returns:
-        ``[Hkv, S − w]`` float32.
-    """
+    the queries, averaged over ``pool`` (odd) neighbours (zeros beyond the ends), summed over the heads of a group:
+    queries ``[Hq, w, D]`` of the last w of the S tokens, keys ``[Hkv, S, D]``, rotated → ``[Hkv, S − w]`` float32.
+    Scale and softcap are as ``tree_attention`` takes them."""
     groups, count, before = keys.shape[0], queries.shape[1], keys.shape[1] - queries.shape[1]
     by_group = queries.float().reshape(groups, -1, queries.shape[2])  # [Hkv, Hq / Hkv · w, D]
     scores = by_group @ keys.float().transpose(1, 2) * scale
@@ -105,10 +91,6 @@ def attention_scores(
 
 class CompressedCache:
     """A cache of K entries of each row of a model's own cache, and of what is appended to them.
-
-    Args:
-        model: whose K/V it holds.
-        selector: of the entries.
 
     cache: the entries, after ``allocate``. full: the model's own cache, from which they are selected.
     left_out: ``[B]`` int64, tokens before a row's last entry that have none.
@@ -132,12 +114,8 @@ class CompressedCache:
                 raise ValueError(f"streamingllm: model '{model.name}': sinks cannot be rotated ({why}); use snapkv")
 
     def allocate(self, full: KVCache, room: int, step_tokens: int) -> None:
-        """Allocate it beside the model's own cache.
-
-        Args:
-            room: slots beyond ``most`` that a step needs.
-            step_tokens: tokens by which a text grows in a step, at most.
-        """
+        """Allocate it beside the model's own cache. ``room``: slots beyond ``most`` that a step needs;
+        ``step_tokens``: tokens by which a text grows in a step, at most."""
         rows, device = full.rows, full.lengths.device
         self.full, self.step_tokens, self.most = full, step_tokens, self.selector.entries + APPENDED
         self.cache = KVCache(self.model, rows, self.most + room, full.positions)
@@ -159,7 +137,6 @@ class CompressedCache:
         self.pending |= {*range(rows.start, rows.stop)}
 
     def end(self, row: int) -> None:
-        """The row's text has ended."""
         self.pending.discard(row)
         self.held[row] = self.without[row] = self.stored[row] = 0
         self.left_out[row] = 0
@@ -187,10 +164,7 @@ class CompressedCache:
 
     def due(self, lengths: Sequence[int]) -> list[int]:
         """The rows whose texts begin, or of which more than ``most`` entries would be held; with ``topk`` more than K.
-
-        Args:
-            lengths: tokens of each row that the model's own cache holds, or is given before a selection.
-        """
+        ``lengths``: tokens of each that the model's own cache holds, or is given before a selection."""
         most = self.selector.entries if self.selector.name == "topk" else self.most
         return [n for n, length in enumerate(lengths) if n in self.pending or length - self.without[n] > most]
 
@@ -283,22 +257,16 @@ class CompressedCache:
 
 
 class CompressedDrafter(Drafter):
-    """The target as its own drafter, over a compressed cache.
-
-    Args:
-        target: also the model that drafts.
-        selector: of the cache's entries.
-        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
-
-    Raises:
-        ValueError: the tree is empty, not positive, or too large; or as :class:`CompressedCache`.
-    """
+    """The target as its own drafter, over a compressed cache. What is raised is said by
+    :class:`~draftsmith.inference.drafters.levels.Levels`, which takes the tree, and :class:`CompressedCache`."""
 
     def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
         self.target, self.selector, self.entries = target, selector, CompressedCache(target, selector)
         self.levels = Levels(tree, target.vocab_size, target.vocab_size, by_rank=BY_RANK)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
+        module = None if target.changes_logits else target.lm_head
+        self.head = DraftHead(lambda hidden: (target.logits(hidden), None), module, target.vocab_size, None)
         self.static = selector.name != "topk"
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -337,10 +305,11 @@ class CompressedDrafter(Drafter):
         root = self.levels.passes[0]
         hidden = self._run(root, state.root[:, None], state.plans)
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
-            return self._run(level, tokens, state.plans)
+        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+            hidden = self._run(level, tokens, state.plans)
+            return hidden, hidden
 
-        return self.levels.propose(state, hidden, run, self._logits, self._best)
+        return self.levels.propose(state, (hidden, hidden), run, self.head)
 
     def skip(self, state: State) -> None:
         """What is verified until the next tree is appended then; in static steps at once."""
@@ -355,23 +324,4 @@ class CompressedDrafter(Drafter):
             self.cache.copy(self.entries.full, places, slots)
 
     def _run(self, level: Pass, tokens: Tensor, plans: Plans | None) -> Tensor:
-        return self.runner.forward_nodes(
-            tokens,
-            self.cache.lengths,
-            level.ancestors,
-            level.depth,
-            first=level.first,
-            key_depth=level.key_depth,
-            mask=level.mask,
-            fixed=True,
-            sees_all=level.sees_all,
-            plans=plans,
-            left_out=self.entries.left_out,
-        )[0]
-
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.target.logits(hidden), None
-
-    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        head = None if self.target.changes_logits else self.target.lm_head
-        return best_by_head(hidden, head, self.target.vocab_size, None, count, self._logits)
+        return level.run(self.runner, tokens, self.cache.lengths, plans, self.entries.left_out)

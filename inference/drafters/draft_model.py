@@ -1,11 +1,10 @@
 """A draft model: any causal LM with the target's tokenizer drafts a tree level by level (SpecInfer, arXiv 2305.09781
-§3). The tree is an expansion ⟨k1, …, km⟩, in which every node at depth i − 1 gets k_i children (⟨1, …, 1⟩ is a chain,
-arXiv 2211.17192), or any tree of ranks.
+§3; a chain: arXiv 2211.17192).
 
 The model has its own K/V cache, with the target's lengths. Node i of the tree is in slot L + i there, too, and a commit
-moves the K/V of accepted nodes as in the target's cache. Only nodes that have children are run; they come first in
-their level. Accepted tokens that the model has not run (leaves; nodes that other drafters of a merge propose) are run
-with the next root, in one forward pass.
+moves the K/V of accepted nodes as in the target's cache. Only nodes that have children are run. Accepted tokens that
+the model has not run (leaves; nodes that other drafters of a merge propose) are run with the next root, in one forward
+pass.
 
 With shortlists (:mod:`draftsmith.models.shortlist`) a level computes only some rows of the model's LM head. A router
 reads the node's own token and the hidden state that the LM head reads: the model continues from tokens alone, so that
@@ -15,6 +14,8 @@ Shape letters: B rows, N nodes, n nodes of a level that are run, k best tokens o
 vocabulary, d hidden width, A depth of the deepest node + 1, T tokens of a text, P positions where a step begins.
 """
 
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from copy import copy
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
-from draftsmith.inference.drafters.levels import ALL_CACHED, MISSING, DrawKind, Levels, Pass, best_by_head, chain_passes
+from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -37,11 +38,8 @@ from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Check that a draft model's tokenizer has the target's vocabulary; skipped if one of them has no tokenizer.
-
-    Raises:
-        ValueError: the vocabularies differ.
-    """
+    """Raise a ValueError unless a draft model's tokenizer has the target's vocabulary, or one of them has no
+    tokenizer."""
     if model.tokenizer is None or target.tokenizer is None or model.tokenizer is target.tokenizer:
         return
     ids, target_ids = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
@@ -56,11 +54,7 @@ def check_vocabulary(model: Target, target: Target) -> None:
 
 
 class DraftModelDrafter(Drafter):
-    """A causal LM that drafts for a target.
-
-    In greedy and typical mode the node of path (…, r) is its parent's r-th best token. In sampling mode a node with c
-    children draws c tokens from the model's distribution under the request's own sampling parameters, except a
-    repetition penalty; its children, in rank order, are these draws.
+    """A causal LM that drafts for a target, by :class:`~draftsmith.inference.drafters.levels.Levels`.
 
     Beyond the model's own context all positions are its last one; drafts there are rarely accepted.
 
@@ -94,14 +88,14 @@ class DraftModelDrafter(Drafter):
             raise ValueError(
                 f"draft model '{model.name}' is on {model.device} and the target on {target.device}; load both on one"
             )
-        self.model, self.head, self.ids = model, model, None
+        self.model, self.lm, self.ids = model, model, None
         # Ids beyond the smaller of two padded vocabularies are never drafted.
         self.vocabulary = min(model.vocab_size, target.vocab_size)
         if draft_vocab is not None:
             check_draft_vocab(draft_vocab, draft_vocab.numel(), self.vocabulary, f"draft model '{model.name}'")
             self.vocabulary, self.ids = draft_vocab.numel(), draft_vocab.long().to(model.device)
-            self.head = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
-            self.head.lm_head = head_rows(model.lm_head, self.ids)
+            self.lm = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
+            self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
         self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
@@ -111,7 +105,7 @@ class DraftModelDrafter(Drafter):
         self.shortlists: Shortlists | None = None
         if shortlist is not None:
             check_router(shortlist, embedding.shape[1], model.hidden_size)
-            rows = _drafted_rows(self.head.lm_head, self.vocabulary)
+            rows = _drafted_rows(self.lm.lm_head, self.vocabulary)
             self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head_of(model))
         self._take(tree, draws)
 
@@ -129,13 +123,13 @@ class DraftModelDrafter(Drafter):
         self.levels = Levels(tree, outputs, self.target_vocabulary, draws)
         self.layout, self.branching, self.random = self.levels.layout, self.levels.branching, self.levels.random
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
+        module = None if self.shortlists is not None or self.model.changes_logits else self.lm.lm_head
+        self.head = DraftHead(self._logits, module, self.vocabulary, self.ids)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         rows, device, self.verified_depth = cache.rows, cache.lengths.device, max_depth
-        # Tokens that the model has not run, at most: accepted ones of a step; in eager steps also those of steps
-        # without a draft.
-        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
-        self.skipped = False
+        self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
+        self.max_missing = len(self.chains) - 1
         self.rows, self.eager = rows, not static or not self.static
         self.own = self.cache = KVCache(self.model, rows, cache.capacity)
         if self.entries is None:
@@ -153,13 +147,8 @@ class DraftModelDrafter(Drafter):
         for number, level in enumerate(self.levels.passes):
             ran[number:, level.first : level.first + level.count] = True
         self.ran = ran.to(device).unbind()
-        firsts = self.layout.firsts
-        self.has_early_leaves = any(
-            count < after - first
-            for first, after, count in zip(firsts, firsts[1:], self.layout.runs[:-1], strict=False)
-        )
-        # Chains of 1, 2, … tokens that are run before the first level: missing tokens, then the root.
-        self.chains = chain_passes(self.max_missing + 1, rows, device)
+        sizes = (after - first for first, after in itertools.pairwise(self.layout.firsts))
+        self.has_early_leaves = any(map(operator.lt, self.layout.runs[:-1], sizes))
         # Number of tokens of each text in the model's cache, and the tokens after these, up to the root. The number of
         # missing tokens follows from it, and is 0 in warm-up steps, which reset the lengths: these then write no slot
         # before the length.
@@ -215,13 +204,13 @@ class DraftModelDrafter(Drafter):
             self.shortlists.read(state.root[:, None])
             self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Tensor) -> Tensor:
+        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, self._held(state.length), state.plans)
             if self.shortlists is not None:
                 self._choose(self.shortlists, tokens, hidden, depth)
-            return hidden
+            return hidden, hidden
 
-        return self.levels.propose(state, hidden, run, self._logits, self._best)
+        return self.levels.propose(state, (hidden, hidden), run, self.head)
 
     def skip(self, state: State) -> None:
         """Record the root as missing; where the buffer is full, run what it holds."""
@@ -252,8 +241,7 @@ class DraftModelDrafter(Drafter):
         return lengths if self.entries is None else (lengths - self.entries.left_out).clamp(max=self.last_slot)
 
     def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
-        """Choose the shortlist of a level's nodes, after they were run: ``[B, n]``, ``[B, n, d]``. The router reads
-        what the LM head reads, so that it cannot run beside the layers."""
+        """Choose the shortlist of a level's nodes ``[B, n]``, after they were run."""
         shortlists.choose(self.embed(self._readable(tokens)), hidden, depth)
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
@@ -289,10 +277,8 @@ class DraftModelDrafter(Drafter):
             self.missing_tokens[:, : self.verified_depth] = tree.tokens.gather(1, node)
 
     def _run_root(self, state: State) -> Tensor:
-        """Run the missing tokens and the root; returns the root's hidden states ``[B, 1, d]``.
-
-        Rows with fewer missing tokens are padded on the right; the tree's nodes later overwrite the padding.
-        """
+        """Run the missing tokens and the root; returns the root's hidden states ``[B, 1, d]``. Rows with fewer missing
+        tokens are padded on the right; the tree's nodes later overwrite the padding."""
         missing = (state.length - self.cached).clamp(min=0)  # [B]
         longest = int(missing.max()) if self.eager else self.max_missing
         if not longest:
@@ -302,19 +288,8 @@ class DraftModelDrafter(Drafter):
         return hidden[self.row_numbers, missing][:, None]
 
     def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
-        return self.runner.forward_nodes(
-            self._readable(tokens),
-            lengths,
-            level.ancestors,
-            level.depth,
-            first=level.first,
-            key_depth=level.key_depth,
-            mask=level.mask,
-            fixed=True,
-            sees_all=level.sees_all,
-            plans=plans,
-            left_out=None if self.entries is None else self.entries.left_out,
-        )[0]
+        left_out = None if self.entries is None else self.entries.left_out
+        return level.run(self.runner, self._readable(tokens), lengths, plans, left_out)
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """Token ids within the model's embedding; ids beyond it become the last one."""
@@ -323,11 +298,7 @@ class DraftModelDrafter(Drafter):
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
-        return self.head.logits(hidden)[..., : self.vocabulary], self.ids
-
-    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        head = None if self.shortlists is not None or self.model.changes_logits else self.head.lm_head
-        return best_by_head(hidden, head, self.vocabulary, self.ids, count, self._logits)
+        return self.lm.logits(hidden)[..., : self.vocabulary], self.ids
 
 
 def _drafted_rows(head: nn.Module, count: int) -> nn.Module:
@@ -339,11 +310,7 @@ def _drafted_rows(head: nn.Module, count: int) -> nn.Module:
 
 def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, depth: int = DEPTHS) -> Drafts:
     """A draft model as shortlists are made for it: at depth k it has read the text up to the token k + 1 after the one
-    that a position stands for. What would be beyond the text's end is its last token.
-
-    Args:
-        draft_vocab: as :class:`DraftModelDrafter` takes it.
-    """
+    that a position stands for. What would be beyond the text's end is its last token."""
     ids = None if draft_vocab is None else draft_vocab.long().to(model.device)
     head = head_rows(model.lm_head, ids) if ids is not None else model.lm_head
     head = _drafted_rows(head, min(model.vocab_size, target.vocab_size) if ids is None else len(ids))

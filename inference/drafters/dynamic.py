@@ -21,31 +21,22 @@ candidates (root included), R nodes run so far, W 64-bit words, d hidden width.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.common.files import parse_json, read_text
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.verify.tree import MAX_NODES, TokenTree
+from draftsmith.inference.verify.tree import MAX_NODES, TokenTree, read_content
 
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """The size of a dynamic tree.
+    """The size of a dynamic tree; a ValueError if it is no whole number above 0, or there are not so many
+    candidates."""
 
-    top_k: tokens that a node proposes, and nodes of a level that are run (k).
-    depth: of the deepest node (D): the root's pass and D − 1 passes of k nodes.
-    nodes: of the tree that is verified, the root included (N).
-
-    Raises:
-        ValueError: a number is not a whole number above 0, or there are not so many candidates.
-    """
-
-    top_k: int
-    depth: int
-    nodes: int
+    top_k: int  # tokens that a node proposes, and nodes of a level that are run (k)
+    depth: int  # of the deepest node (D): the root's pass and D − 1 passes of k nodes
+    nodes: int  # of the tree that is verified, the root included (N)
 
     def __post_init__(self) -> None:
         for name, least in (("top_k", 1), ("depth", 1), ("nodes", 2)):
@@ -79,28 +70,15 @@ class DynamicShape:
         return min(self.top_k, self.nodes - 1)
 
     def check_outputs(self, outputs: int) -> None:
-        """Check that a drafter that chooses from ``outputs`` tokens can propose k.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise a ValueError if a drafter that chooses from ``outputs`` tokens cannot propose k."""
         if self.top_k > outputs:
             raise ValueError(f"dynamic tree: top_k is {self.top_k}, but the drafter chooses from {outputs} tokens")
 
 
 def read_dynamic(path: Path) -> DynamicShape | None:
-    """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has none,
-    or is no JSON object (:func:`draftsmith.inference.verify.tree.read_tree` then says why).
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing, or its key ``dynamic`` holds something else.
-    """
-    try:
-        content: Any = parse_json(read_text(path, "tree"), str(path))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: there is no such tree; make one with inference/calibrate.py") from None
-    except ValueError:
-        return None
+    """The dynamic tree of a tree's file, ``{"dynamic": {"top_k": 10, "depth": 6, "nodes": 60}}``; None if it has
+    none."""
+    content = read_content(path)
     if not isinstance(content, dict) or "dynamic" not in content:
         return None
     given, names = content["dynamic"], tuple(DynamicShape.__dataclass_fields__)
@@ -115,42 +93,26 @@ def read_dynamic(path: Path) -> DynamicShape | None:
 @dataclass(frozen=True)
 class Frontier:
     """The k nodes of a level that are run together. Nodes that are run are numbered from 0, level by level; the root,
-    whose pair is committed text, has no number.
+    whose pair is committed text, has no number."""
 
-    tokens: ``[B, k]`` int64 ids of the target.
-    hidden: ``[B, k, d]`` what their parents' passes gave to continue with.
-    ancestors: ``[B, k, W]`` int64 bitsets over the numbers of nodes run, a node itself included.
-    depth: ``[B, k]`` int32 in the tree, all equal; 1 for the root's children.
-    first: number of the first of them, (depth − 1) · k.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    ancestors: Tensor
-    depth: Tensor
-    first: int
+    tokens: Tensor  # [B, k] int64 ids of the target
+    hidden: Tensor  # [B, k, d] what their parents' passes gave to continue with
+    ancestors: Tensor  # [B, k, W] int64 bitsets over the numbers of nodes run, a node itself included
+    depth: Tensor  # [B, k] int32 in the tree, all equal; 1 for the root's children
+    first: int  # number of the first of them, (depth − 1) · k
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What n nodes propose: each its k likeliest tokens, no token twice.
+    """What n nodes propose: each its k likeliest tokens, no token twice."""
 
-    tokens: ``[B, n, k]`` int64 ids of the target.
-    log_q: ``[B, n, k]`` float32 log probabilities; −∞ and NaN: not a candidate.
-    hidden: ``[B, n, d]`` what the children of these nodes continue with.
-    """
-
-    tokens: Tensor
-    log_q: Tensor
-    hidden: Tensor
+    tokens: Tensor  # [B, n, k] int64 ids of the target
+    log_q: Tensor  # [B, n, k] float32 log probabilities; −∞ and NaN: not a candidate
+    hidden: Tensor  # [B, n, d] what the children of these nodes continue with
 
 
 class DynamicTree:
-    """Growth of dynamic trees of one shape.
-
-    Args:
-        rows: B.
-    """
+    """Growth of dynamic trees of one shape."""
 
     def __init__(self, shape: DynamicShape, rows: int, device: torch.device) -> None:
         self.shape = shape
@@ -164,17 +126,9 @@ class DynamicTree:
         self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
 
     def grow(self, state: State, root: Proposals, run: Callable[[Frontier], Proposals]) -> TokenTree:
-        """Grow a tree after each row's root.
-
-        Args:
-            root: the root's proposals, n = 1.
-            run: a forward pass of the next frontier, n = k. It is called D − 1 times, or less often if the step has a
-                budget.
-
-        Returns:
-            A tree of N nodes, or fewer if there are not so many candidates, without draws, with ``acceptance``;
-            padding comes last.
-        """
+        """Grow a tree after each row's root, from its proposals (n = 1): N nodes, or fewer if there are not so many
+        candidates, without draws, with ``acceptance``; padding comes last. ``run`` is a forward pass of the next
+        frontier (n = k), called D − 1 times, or less often if the step has a budget."""
         k, zeros, rows = self.shape.top_k, self.zeros, len(state.root)
         tokens, values, parents = [state.root[:, None]], [zeros.float()], [zeros]
         number, value, proposals, count = zeros, values[0], root, 1  # of the nodes just run; candidates so far

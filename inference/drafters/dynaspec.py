@@ -25,11 +25,7 @@ PART = "drafter"  # its folder
 def read_parts(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[ShortlistHead, ModuleType, tuple[Path, dict[str, Any], dict[str, Tensor]]]:
-    """The shortlists; the module of the drafter's family; the drafter's folder, config and weights.
-
-    Raises:
-        FileNotFoundError, ValueError: something is missing, damaged or does not fit.
-    """
+    """The shortlists; the module of the drafter's family; the drafter's folder, config and weights."""
     shortlist = ShortlistHead.from_artifact(config, weights, str(folder))
     if config.get("parts") != [PART]:
         raise ValueError(f"{folder}/config.json: field 'parts' is {config.get('parts')!r}; it has to be ['{PART}']")
@@ -50,11 +46,7 @@ def read_parts(
 def open_drafter(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
 ) -> Part:
-    """The drafter with its shortlists.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_parts`, or the tree is missing, damaged or does not fit.
-    """
+    """The drafter with its shortlists."""
     shortlist, family, base = read_parts(folder, config, weights)
     return family.open_drafter(*base, tree, merged, shortlist=shortlist)
 

@@ -1,9 +1,9 @@
 """EAGLE as a drafter: one decoder layer on the target's features drafts a tree, level by level
-(:mod:`draftsmith.models.eagle` has the layer and the formulas).
+(:mod:`draftsmith.models.eagle`).
 
 The layer has its own K/V cache. The pair at position t, of the feature of token t and the embedding of token t + 1, is
-in slot t. The root (position L) therefore belongs to the pair L − 1, whose feature is the one that predicted it. A
-drafted node's pair has its parent's output in place of a feature; node i is in slot L − 1 + i.
+in slot t. So the root (position L) belongs to the pair L − 1, whose feature predicted it. A drafted node's pair has its
+parent's output in place of a feature; node i is in slot L − 1 + i.
 
 No K/V of drafted nodes is kept: the target's features of accepted tokens are known after verification, so ``absorb``
 stores these, and their pairs are run with the next root in one forward pass.
@@ -13,7 +13,7 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.drafters.levels import (
-    ALL_CACHED,
-    MISSING,
-    DrawKind,
-    Levels,
-    Pass,
-    best_by_head,
-    chain_passes,
-    step_time,
-)
+from draftsmith.inference.drafters.eagle_layer import EagleLayer
+from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
 from draftsmith.inference.drafters.rollouts import Drafts, Rollout
@@ -44,51 +35,20 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Noise
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
-from draftsmith.kernels.pair_input import pair_input
-from draftsmith.kernels.tree_attention import (
-    Plans,
-    TreeKeys,
-    ancestor_mask,
-    attention_items,
-    runs_kernel,
-    tree_bias,
-    tree_bias_one_row,
-)
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.lean import Buffers, FusedBuffers, Layer, RMSNorm, can_fuse, run_fused_layer, run_layer
-from draftsmith.models.lean_from import packed_linears
-from draftsmith.models.lean_native import NativeLayers
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
-Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
-
-
-class _PairInput:
-    """Input of EAGLE-3's q, k and v: from the hidden states of a pass, cat(norm(embeddings), norm(hidden)).
-
-    embeddings: ``[n, d]`` of the pass, set before it.
-    normed: hidden states come here normed, because the layer's residual is the normed one.
-    """
-
-    def __init__(self, embedding_norm: RMSNorm, hidden_norm: RMSNorm, normed: bool) -> None:
-        self.embedding_norm, self.hidden_norm, self.normed = embedding_norm, hidden_norm, normed
-        self.embeddings = torch.empty(0)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        normed = hidden if self.normed else self.hidden_norm(hidden)
-        return torch.cat((self.embedding_norm(self.embeddings), normed), -1)
 
 
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says; in multi-step
-    sampling they are drawn under the request's own sampling parameters, except a repetition penalty. A dynamic tree's
-    nodes are the likeliest ones in every mode, in coupled sampling under the noise of the text.
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says. A dynamic tree's are
+    the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:
         eagle: is cast to the target's dtype and moved to its device.
@@ -116,8 +76,8 @@ class EagleDrafter(Drafter):
         check_context(eagle, target)
         self.eagle, self.target, self.device = to_target(eagle, target), target, target.device
         self.captures = config.captured_layers
-        self.embed = eagle.embeddings(target.embeddings)
-        self.ids = eagle.draft_vocab
+        self.layer = EagleLayer(eagle, target)
+        self.embed, self.ids = self.layer.embed, eagle.draft_vocab
         self.draft_head = eagle.draft_head(target.lm_head)
         self.shared: Target | None = None
         if config.projection == "shared":
@@ -128,7 +88,6 @@ class EagleDrafter(Drafter):
             check_router(shortlist, config.hidden_size, config.hidden_size)
             after_head = after_head_of(target) if config.projection == "shared" else None
             self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, target.vocab_size, after_head)
-        self.layer, self.pair_input, self.norm = _lean_parts(eagle, target)
         self._take(tree, draws)
 
     def with_tree(
@@ -136,12 +95,15 @@ class EagleDrafter(Drafter):
     ) -> "EagleDrafter":
         """A drafter with the same weights and another tree."""
         other = copy(self)
-        other.shortlists = copy(self.shortlists)  # with buffers of its own
+        other.shortlists, other.layer = copy(self.shortlists), copy(self.layer)  # with buffers of their own
         other._take(tree, draws)
         return other
 
     def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
+        changed = self.shared is not None and self.shared.changes_logits
+        module = None if self.shortlists is not None or changed else self.draft_head
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
@@ -154,26 +116,14 @@ class EagleDrafter(Drafter):
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         config, device, dtype = self.eagle.config, self.device, self.target.dtype
-        rows, self.rows, self.eager = cache.rows, cache.rows, not static
+        rows, self.eager = cache.rows, not static
         # A dynamic tree runs more nodes than it has.
-        self.capacity = cache.capacity + (0 if self.shape is None else self.shape.runs)
-        size = (2, rows, config.num_key_value_heads, self.capacity, config.head_dim)
-        storage = torch.zeros(size, dtype=dtype, device=device)
-        self.keys, self.values = storage  # [B, G, S, D]
-        self.both = storage.permute(1, 3, 0, 2, 4)  # [B, S, 2, G, D]
-        self.kernel = runs_kernel(storage, config.head_dim)
-        on_cpu = self.kernel and why_not_triton(storage) and can_fuse(self.layer)
-        self.native = NativeLayers([self.layer], self.norm) if on_cpu else None
-        self.table = _rotations(self.eagle, min(self.capacity, self.target.context), device, dtype)
-        self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
+        capacity = cache.capacity + (0 if self.shape is None else self.shape.runs)
+        self.layer.allocate(rows, capacity, static)
         self.plans: Plans | None = None  # of the step
-        self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
         self.verified_depth = max_depth
-        # Pairs that are not in the cache, at most: those of accepted tokens of a step; in eager steps also those of
-        # steps without a draft.
-        self.max_missing = max_depth if static else max(MISSING, 2 * max_depth)
-        self.skipped = False
-        self.chains = chain_passes(self.max_missing + 1, rows, device)
+        self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
+        self.max_missing = len(self.chains) - 1
         if self.shape is None:
             self.levels.allocate(rows, device, static)
         else:
@@ -190,7 +140,7 @@ class EagleDrafter(Drafter):
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
         self.waiting = torch.empty(0)  # [b, 1, d]: the fused feature of the last token of a prompt's previous chunk
         self.row_numbers = torch.arange(rows, device=device)
-        self.numbers = torch.arange(self.capacity, device=device)
+        self.numbers = self.layer.numbers
 
     def buffers(self) -> Sequence[Tensor]:
         own = self.cached, self.missing_tokens, self.missing_features
@@ -214,28 +164,8 @@ class EagleDrafter(Drafter):
 
     def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: slice) -> None:
         """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
-        count = tokens.shape[1]
-        self.both[rows, first : first + count] = self._keys_values(
-            tokens, hidden, self.table[first : first + count][None]
-        )
-
-    def _keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
-        """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them.
-
-        Args:
-            rotations: ``[1 or b, n, 2 · D]``, rows of the rotary table.
-        """
-        layer, (each, count) = self.layer, tokens.shape
-        x = layer.before_attention(self._residual(tokens, hidden))
-        width = layer.qkv.shape[1] // (layer.heads + 2 * layer.kv_heads)
-        kv = x @ layer.qkv[:, layer.heads * width :]
-        if layer.qkv_bias is not None:
-            kv += layer.qkv_bias[layer.heads * width :]
-        kv = kv.view(each, count, 2, layer.kv_heads, width)
-        keys = kv[:, :, 0]  # [b, n, G, D]
-        cos, sin = rotations.view(-1, count, 2, 1, width).unbind(2)
-        kv[:, :, 0] = keys * cos + keys.roll(width // 2, -1) * sin
-        return kv
+        slots = slice(first, first + tokens.shape[1])
+        self.layer.both[rows, slots] = self.layer.keys_values(tokens, hidden, self.layer.table[slots][None])
 
     def skip(self, state: State) -> None:
         """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,
@@ -250,8 +180,8 @@ class EagleDrafter(Drafter):
             return
         tokens, fused, missing = self._root_pairs(state, before)
         slots = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
-        rotations = self.table[slots.clamp(max=len(self.table) - 1)]
-        self.both[self.row_numbers[:, None], slots] = self._keys_values(tokens, fused, rotations)
+        rotations = self.layer.table[slots.clamp(max=len(self.layer.table) - 1)]
+        self.layer.both[self.row_numbers[:, None], slots] = self.layer.keys_values(tokens, fused, rotations)
 
     def propose(self, state: State) -> TokenTree:
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
@@ -267,11 +197,10 @@ class EagleDrafter(Drafter):
                 self._choose(tokens, level.of_parents(above[0]), depth)
             return self._run(level, tokens, above[0], before)
 
-        return self.levels.propose(state, hidden, run, lambda hidden: self._logits(hidden[1]), self._best)
+        return self.levels.propose(state, hidden, run, self.head)
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Store the tokens and the features of the accepted path. Drafted K/V is never kept, so that in a merge nothing
-        depends on which drafter proposed a node."""
+        """Store the accepted path's tokens and features, whichever drafter of a merge proposed its nodes."""
         assert verdict.path.shape[1] - 1 <= self.verified_depth, "a tree is deeper than the max_depth that was given"
         longest = int(verdict.length.max()) if self.eager else verdict.path.shape[1] - 1
         if not self.skipped:
@@ -285,10 +214,8 @@ class EagleDrafter(Drafter):
         self.skipped = False
 
     def _run_root(self, state: State, before: Tensor) -> Hidden:
-        """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each.
-
-        Rows with fewer missing pairs are padded on the right; the tree's nodes later overwrite the padding.
-        """
+        """Run the missing pairs and the root's; returns the root's hidden states, ``[B, 1, d]`` each. Rows with fewer
+        missing pairs are padded on the right; the tree's nodes later overwrite the padding."""
         tokens, fused, missing = self._root_pairs(state, before)
         at = self.row_numbers, missing
         longest = tokens.shape[1] - 1
@@ -332,136 +259,13 @@ class EagleDrafter(Drafter):
 
     def _proposals(self, hidden: Hidden, noise: Noise | None, depth: int) -> Proposals:
         assert self.shape is not None
-        if noise is None:
-            log_q, tokens = self._best(hidden, self.shape.top_k)
-        else:
-            logits, ids = self._logits(hidden[1])
-            log_q, tokens = noise.draft(logits, depth, self.shape.top_k, ids)
+        log_q, tokens = self.head.best(hidden[1], self.shape.top_k, depth, noise)
         return Proposals(tokens, log_q, hidden[0])
 
-    def _residual(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's residual ``[B · n, d]`` of pairs: tokens ``[B, n]``, hidden states ``[B, n, d]``."""
-        embeddings = self.embed(tokens).to(hidden.dtype)
-        if self.pair_input is None:
-            return apply_linear(self.eagle.fc, torch.cat((embeddings, hidden), -1)).flatten(0, 1)
-        self.pair_input.embeddings = embeddings.flatten(0, 1)
-        return self.pair_input.hidden_norm(hidden.flatten(0, 1)) if self.pair_input.normed else hidden.flatten(0, 1)
-
     def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
-        """Run nodes of a tree that follows each row's first ``lengths [B]`` pairs.
-
-        Args:
-            tokens: ``[B, n]``.
-            hidden: of the level above ``[B, m, d]``; may be overwritten.
-            fixed: the pass is the same object at every step.
-        """
-        rows, count = tokens.shape
-        total = level.first + count
-        seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + total
-        biases: Mapping[int, Tensor | None] | None = None
-        tree_keys: TreeKeys | None = None
-        if self.kernel:
-            heads, kv_heads, keys = self.layer.heads, self.layer.kv_heads, self.keys
-            items = attention_items(rows, count, heads, kv_heads, keys.shape[3], seen, keys.dtype, keys.device)
-            work = None if self.plans is None else self.plans.work(total, items)
-            plan = {} if work is None else {0: work}
-            tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
-        else:
-            biases = {0: self._bias(level, lengths, seen, fixed)}
-        view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
-        buffers = self._buffers(rows, count) if self.native is None else None
-        if self.native is not None:
-            assert tree_keys is not None
-            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
-            normed, _ = self.native.run(x, positions, slots, [view], {"": self.table}, tree_keys, inputs=inputs)
-            if self.norm is None:
-                normed = x
-        elif isinstance(buffers, FusedBuffers):
-            assert tree_keys is not None
-            x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
-            normed, after = torch.empty_like(x), self.norm or self.layer.before_mlp
-            run_fused_layer(
-                self.layer,
-                buffers,
-                x,
-                inputs,
-                normed,
-                self.table,
-                positions,
-                slots,
-                view,
-                tree_keys,
-                (after.kernel_weight, after.eps),
-                self.norm is not None,
-            )
-            if self.norm is None:
-                normed = x
-        else:
-            positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
-            slots = lengths[:, None] + self.numbers[level.first : total]
-            x = self._residual(tokens, level.of_parents(hidden))
-            cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
-            assert buffers is not None
-            run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
-            normed = x if self.norm is None else self.norm(x)
-        normed = normed.view(rows, count, -1)
-        return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
-
-    def _fused_input(
-        self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The layer's residual ``[B · n, d]``, the input of its q, k and v, positions and slots ``[B, n]``."""
-        embed, norms = self.embed, None
-        if self.pair_input is not None:
-            embedding_norm, hidden_norm = self.pair_input.embedding_norm, self.pair_input.hidden_norm
-            norms = embedding_norm.weight, hidden_norm.weight, embedding_norm.eps
-        if type(embed) is torch.nn.Embedding and embed.weight.dtype == hidden.dtype and not embed._forward_hooks:
-            table = embed.weight
-        else:  # a scaled one (Gemma), or with hooks: its vectors are the table
-            table = embed(tokens).to(hidden.dtype).flatten(0, 1)
-            tokens = torch.arange(len(table), device=table.device).view(tokens.shape)
-        pairs, x, positions, slots = pair_input(
-            tokens, table, hidden, level.above, norms, lengths, level.depth, level.first, len(self.table) - 1
-        )
-        if norms is None:
-            x = pairs = apply_linear(self.eagle.fc, pairs)
-        elif self.eagle.config.norm_before_residual:
-            x = pairs[:, x.shape[1] :].contiguous()  # the layer writes to it
-        return x, pairs, positions, slots
-
-    def _buffers(self, rows: int, count: int) -> Buffers | FusedBuffers:
-        """The layer's buffers for passes of so many nodes."""
-        buffers = self.pass_buffers.get(count)
-        if buffers is None:
-            with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
-                if self.kernel and can_fuse(self.layer):
-                    buffers = FusedBuffers(self.layer, rows, count, True)
-                else:
-                    buffers = Buffers(self.layer, rows, count, not self.kernel)
-            self.pass_buffers[count] = buffers
-        return buffers
-
-    def _bias(self, level: Pass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
-        if self.eager and self.rows == 1 and level.sees_all:
-            return None
-        mask = ancestor_mask(level.ancestors, level.first + level.count) if level.mask is None else level.mask
-        if not self.eager or self.rows > 1:
-            return tree_bias(lengths, mask, level.depth, seen, 0, self.target.dtype, level.key_depth)
-        if not fixed:
-            return tree_bias_one_row(mask, seen, self.target.dtype)
-        if level not in self.one_row:
-            self.one_row[level] = tree_bias_one_row(mask, self.capacity, self.target.dtype)
-        return self.one_row[level][..., self.capacity - seen :]
-
-    def _best(self, hidden: Hidden, count: int) -> tuple[Tensor, Tensor]:
-        """The best tokens after the nodes just run, as ``Levels.propose`` takes them."""
-        changed = self.shared is not None and self.shared.changes_logits
-        head = None if self.shortlists is not None or changed else self.draft_head
-        return best_by_head(hidden[1], head, self.eagle.config.outputs, self.ids, count, self._logits)
+        return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits after the nodes just run, of what the LM head reads ``[B, n, d]``, and their tokens, as
-        ``Levels.propose`` takes them."""
         if self.shortlists is not None:
             return self.shortlists.logits(hidden)
         return apply_linear(self.draft_head, hidden) if self.shared is None else self.shared.logits(hidden), self.ids
@@ -481,14 +285,7 @@ def to_target(eagle: Eagle, target: Target) -> Eagle:
 
 
 def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
-    """Check that a drafter has a position for each of the target's.
-
-    Args:
-        where: its name in the message.
-
-    Raises:
-        ValueError: it has fewer.
-    """
+    """Raise a ValueError unless a drafter has a position for each of the target's. ``where`` names it."""
     positions = eagle.config.max_position_embeddings
     if positions < target.context:
         raise ValueError(
@@ -498,60 +295,6 @@ def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter"
         )
 
 
-def _lean_parts(eagle: Eagle, target: Target) -> tuple[Layer, _PairInput | None, RMSNorm | None]:
-    """The layer with packed matrices, of which the modules keep views; EAGLE-3's input and final norm."""
-    config, module = eagle.config, eagle.midlayer
-
-    def norm(part: torch.nn.RMSNorm) -> RMSNorm:
-        return RMSNorm(part.weight.detach(), config.rms_norm_eps)
-
-    pair_input = None
-    if eagle.norm is not None:
-        pair_input = _PairInput(norm(module.input_layernorm), norm(module.hidden_norm), config.norm_before_residual)
-    qkv, qkv_bias = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
-    gate_up, _ = packed_linears(module.mlp, ["gate_proj", "up_proj"], target)
-    out, _ = packed_linears(module.self_attn, ["o_proj"], target)
-    down, _ = packed_linears(module.mlp, ["down_proj"], target)
-    layer = Layer(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim**-0.5,
-        0,
-        None,
-        "",
-        pair_input or (lambda x: x),
-        qkv,
-        qkv_bias,
-        None,
-        out,
-        None,
-        None,
-        norm(module.post_attention_layernorm),
-        gate_up,
-        None,
-        module.mlp.act_fn,
-        down,
-        None,
-        None,
-        1.0,
-    )
-    return layer, pair_input, None if eagle.norm is None else norm(eagle.norm)
-
-
-def _rotations(eagle: Eagle, positions: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The rotary table as :meth:`draftsmith.models.lean.LeanDecoder.tables` has it: ``[positions, 2 · D]``."""
-    rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(eagle.config.llama()).to(device)
-    cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), torch.arange(positions, device=device)[None])
-    half = sin.shape[-1] // 2
-    return torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
-
-
-def pass_time(drafter: EagleDrafter, costs: StepCosts) -> float:
-    """Time of a forward pass with one row and the choice of its tokens, in plain steps of the target; measured for at
-    most 0.1 s."""
-    return draft_time(drafter.with_tree((1,)), drafter.target, costs)
-
-
 def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
     to_target(eagle, target)
@@ -559,8 +302,7 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
     dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
-        begins[:, :-1] = supervised[:, 1:]
+        rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1))
         places = marked_places(begins)  # [B, P]
         begun = begins.gather(1, places).to(rows.device)
         places = places.to(rows.device)
@@ -584,12 +326,7 @@ def open_drafter(
     merged: bool,
     shortlist: ShortlistHead | None = None,
 ) -> Part:
-    """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the drafter; or the
-            weights are not those that the config promises.
-    """
+    """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
     given = read_dynamic(tree) or read_tree(tree)
     eagle = Eagle.from_artifact(config, weights, str(folder))
@@ -612,11 +349,6 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """What shortlists are made for.
-
-    Raises:
-        ValueError: the weights are not those that the config promises, or do not fit the target.
-    """
     eagle = Eagle.from_artifact(config, weights, str(folder))
     check_context(eagle, target, str(folder))
     return drafts(eagle, target)
@@ -645,7 +377,7 @@ def calibration(
         return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
 
     def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return step_time(costs, [pass_time(first(target), costs)])
+        return costs.tree_time([draft_time(first(target).with_tree((1,)), target, costs)])
 
     def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
         drafter = first(target).with_tree(tree)

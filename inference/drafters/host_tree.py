@@ -1,5 +1,5 @@
-"""Token trees as Python lists, for eager steps on a CPU, where looping over a tree's few nodes is faster than tensor
-operations.
+"""Token trees as Python lists, for eager steps on a CPU whose nodes are deterministic: looping over a tree's few nodes
+is faster than tensor operations.
 
 Shape letters: B rows, N nodes.
 """
@@ -17,21 +17,17 @@ if TYPE_CHECKING:
     from draftsmith.inference.engine.budget import Budget
 
 MAX_SHAPES = 256  # tree shapes kept
+Shape = tuple[StaticTree, list[int], list[list[int]]]  # of a row's tree; depths, and words of the bitsets, of its nodes
 
 
 @dataclass
 class HostTree:
-    """The tree of one row; node 0 is the root, parents come before their children.
-
-    tokens, parents: of each node; the root's parent is −1.
-    sources: a bit for each source that proposed the node; 0 at the root.
-    acceptance: estimated acceptance probability of the node, no more than its parent's.
-    """
+    """The tree of one row; node 0 is the root, parents come before their children."""
 
     tokens: list[int]
-    parents: list[int]
-    sources: list[int]
-    acceptance: list[float]
+    parents: list[int]  # −1 at the root
+    sources: list[int]  # a bit for each source that proposed the node; 0 at the root
+    acceptance: list[float]  # estimated acceptance probability of the node, no more than its parent's
 
     def subtree(self, nodes: Sequence[int]) -> "HostTree":
         """The tree of these nodes, in this order, parents before their children."""
@@ -42,82 +38,128 @@ class HostTree:
         return HostTree(tokens, parents, sources, acceptance)
 
 
-def likeliest_nodes(acceptances: Sequence[Sequence[float]], count: int) -> list[list[int]]:
-    """The ``count`` likeliest nodes of each row's tree, in ascending order."""
-    # Sorting is stable, and a parent is at least as likely as its child: it comes first.
-    orders = (sorted(range(len(row)), key=lambda node, row=row: -row[node]) for row in acceptances)
-    return [sorted(order[:count]) for order in orders]
-
-
 def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", limit: int) -> list[list[int]]:
-    """The nodes that a step's budget keeps of each row's tree, at most ``limit``; without one, as many as that."""
+    """The likeliest nodes of each row's tree, in ascending order, as many as a step's budget keeps, at most ``limit``;
+    without one, as many as that."""
     if budget is not None:
         longest = max(map(len, acceptances))
         limit = budget.keep(torch.tensor([[*row, *[0.0] * (longest - len(row))] for row in acceptances]), limit)
-    return likeliest_nodes(acceptances, limit)
+    # Sorting is stable, and a parent is at least as likely as its child: it comes first.
+    orders = (sorted(range(len(row)), key=lambda node, row=row: -row[node]) for row in acceptances)
+    return [sorted(order[:limit]) for order in orders]
+
+
+def merge_on_host(
+    trees: Sequence[TokenTree], sources: Sequence[str], roots: Sequence[int], budget: "Budget | None", limit: int
+) -> tuple[list[HostTree], list[list[list[int]]]]:
+    """Merge the trees of each row, each of a source, and keep the nodes that :func:`kept_nodes` says. Returns the
+    merged trees; by source and row, the number that each merged node has in the source's tree, −1 if it has none or
+    beyond the row's nodes."""
+    rows = len(roots)
+    merged = [HostTree([root], [-1], [0], [1.0]) for root in roots]
+    known: list[dict[tuple[int, int], int]] = [{} for _ in range(rows)]  # (parent, token) → merged node
+    places: list[list[list[int]]] = []  # by source and row: merged node of each of its nodes
+    for number, (tree, name) in enumerate(zip(trees, sources, strict=True)):
+        if tree.tokens.shape[1] == 1:
+            places.append([[0]] * rows)
+            continue
+        assert tree.acceptance is not None, f"{name}: its trees have no acceptance probabilities"
+        parts = (tree.tokens, tree.parent, tree.valid, tree.acceptance)
+        lists = [part.expand(rows, -1).tolist() for part in parts]
+        places.append([_add(1 << number, *row) for row in zip(merged, known, *lists, strict=True)])
+    kept = kept_nodes([tree.acceptance for tree in merged], budget, limit)
+    count = max(map(len, kept))
+    own_numbers: list[list[list[int]]] = []
+    for by_row in places:
+        own_numbers.append([])
+        for nodes, place in zip(kept, by_row, strict=True):
+            number_of = {at: node for node, at in enumerate(place)}
+            own_numbers[-1].append([number_of.get(node, -1) for node in nodes] + [-1] * (count - len(nodes)))
+    return [tree.subtree(nodes) for tree, nodes in zip(merged, kept, strict=True)], own_numbers
+
+
+def _add(
+    bit: int,
+    merged: HostTree,
+    known: dict[tuple[int, int], int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    valid: Sequence[bool],
+    acceptance: Sequence[float],
+) -> list[int]:
+    """Add a source's nodes to a row's merged tree. Acceptance probabilities of several sources are combined as if they
+    were independent. Returns the merged node of each of the source's nodes; −1 where it is not valid."""
+    place = [0]
+    for node in range(1, len(tokens)):
+        if not valid[node]:
+            place.append(-1)
+            continue
+        key = (place[parents[node]], tokens[node])
+        at = known.get(key)
+        if at is None:
+            at = known[key] = len(merged.tokens)
+            merged.tokens.append(tokens[node])
+            merged.parents.append(key[0])
+            merged.sources.append(bit)
+            merged.acceptance.append(acceptance[node])
+        else:
+            merged.sources[at] |= bit
+            merged.acceptance[at] = 1 - (1 - merged.acceptance[at]) * (1 - acceptance[node])
+        place.append(at)
+    return place
 
 
 class HostTreeBuilder:
     """Builds token trees from rows' host trees; keeps what depends only on the shape of a row's tree."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.shapes: dict[tuple[int, ...], _Shape] = {}
+    def __init__(self, device: torch.device, rows: int) -> None:
+        self.device, self.root_tree = device, StaticTree([-1], device)
+        self.no_source = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.certain = torch.ones(rows, 1, device=device)
+        self.shapes: dict[tuple[int, ...], Shape] = {}  # by the parents
 
-    def build(self, trees: Sequence[HostTree]) -> TokenTree:
-        """``[B, N]``; smaller rows are padded with children of the root that are not valid."""
+    def root_alone(self, roots: Tensor) -> TokenTree:
+        """The trees of roots ``[B]`` int64."""
+        return self.root_tree.fill(roots[:, None], self.no_source, self.certain)
+
+    def build(self, trees: Sequence[HostTree], roots: Tensor) -> TokenTree:
+        """``[B, N]`` of roots ``[B]``; smaller rows are padded with children of the root that are not valid."""
+        if all(len(tree.tokens) == 1 for tree in trees):
+            return self.root_alone(roots)
         if len(trees) > 1:
             return self._padded(trees, max(len(tree.tokens) for tree in trees))
         (tree,) = trees
         tokens, sources = torch.tensor([[tree.tokens], [tree.sources]], device=self.device)
         acceptance = torch.tensor([tree.acceptance], device=self.device)
-        return self._shape(tree.parents).tree.fill(tokens, sources, acceptance)
+        return self._shape(tree.parents)[0].fill(tokens, sources, acceptance)
 
-    def _shape(self, parents: Sequence[int]) -> "_Shape":
+    def _shape(self, parents: Sequence[int]) -> Shape:
         key = tuple(parents)
         if key not in self.shapes:
             if len(self.shapes) >= MAX_SHAPES:
                 self.shapes.clear()
             tree = StaticTree(parents, self.device)
-            self.shapes[key] = _Shape(tree, tree.depth[0].tolist(), tree.ancestors[0].tolist())
+            self.shapes[key] = tree, tree.depth[0].tolist(), tree.ancestors[0].tolist()
         return self.shapes[key]
 
     def _padded(self, trees: Sequence[HostTree], nodes: int) -> TokenTree:
         words = -(-nodes // 64)
         tokens, parents, depths, bits, acceptance, sources, valid = [], [], [], [], [], [], []
         for tree in trees:
-            shape, padding = self._shape(tree.parents), nodes - len(tree.tokens)
+            (_, depth, ancestors), padding = self._shape(tree.parents), nodes - len(tree.tokens)
             tokens.append(tree.tokens + [0] * padding)
             parents.append(tree.parents + [0] * padding)
-            depths.append(shape.depth + [1] * padding)
+            depths.append(depth + [1] * padding)
             acceptance.append(tree.acceptance + [0.0] * padding)
             sources.append(tree.sources + [0] * padding)
             valid.append([True] * len(tree.tokens) + [False] * padding)
-            zeros = [0] * (words - len(shape.ancestors[0]))
-            bits.append([row + zeros for row in shape.ancestors] + [[1] + [0] * (words - 1)] * padding)
+            zeros = [0] * (words - len(ancestors[0]))
+            bits.append([row + zeros for row in ancestors] + [[1] + [0] * (words - 1)] * padding)
 
-        def tensor(values: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=self.device)
-
-        return TokenTree(
-            tensor(tokens, torch.int64),
-            tensor(parents, torch.int32),
-            tensor(depths, torch.int32),
-            tensor(bits, torch.int64),
-            tensor(valid, torch.bool),
-            source=tensor(sources, torch.int64),
-            acceptance=tensor(acceptance, torch.float32),
+        values = tokens, parents, depths, bits, valid, sources, acceptance
+        dtypes = torch.int64, torch.int32, torch.int32, torch.int64, torch.bool, torch.int64, torch.float32
+        pairs = zip(values, dtypes, strict=True)
+        ids, above, levels, bitsets, is_valid, source, weights = (
+            torch.tensor(each, dtype=dtype, device=self.device) for each, dtype in pairs
         )
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The shape of one row's tree: filled directly for one row, padded and stacked for several.
-
-    depth: of each node.
-    ancestors: of each node, the words of its bitset.
-    """
-
-    tree: StaticTree
-    depth: list[int]
-    ancestors: list[list[int]]
+        return TokenTree(ids, above, levels, bitsets, is_valid, source=source, acceptance=weights)

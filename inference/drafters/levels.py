@@ -12,27 +12,26 @@ keys, W 64-bit words.
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.verify.sampling import sampling_distribution
+from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.verify.sampling import Noise, sampling_distribution
 from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.tree_attention import ancestor_mask
+from draftsmith.kernels.tree_attention import Plans, ancestor_mask
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
 
-H = TypeVar("H")  # hidden states of a level, as its drafter has them
+Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]
 # Of drafters with a cache of their own: more tokens than any text has; and how many of a text's last tokens may be
 # missing from the cache after steps without a draft, at least.
@@ -79,14 +78,13 @@ class Layout:
 class Pass:
     """A forward pass of nodes ``first`` … ``first + count − 1``: its arguments, views for B rows (T = first + count).
 
-    sees_all: it runs a single node, and all earlier nodes are its ancestors.
     above: ``[n]`` int64, the place of each node's parent among the nodes run in the level above; None if node i's
         parent is the i-th of them.
     """
 
     first: int
     count: int
-    sees_all: bool
+    sees_all: bool  # it runs a single node, and all earlier nodes are its ancestors
     ancestors: Tensor  # [B, n, W]
     depth: Tensor  # [B, n]
     key_depth: Tensor  # [B, T]
@@ -101,9 +99,29 @@ class Pass:
         """Hidden states ``[B, m, d]`` of the nodes run in the level above → each node's parent's ``[B, n, d]``."""
         return hidden if self.above is None else hidden.index_select(1, self.above)
 
+    def run(
+        self, runner: Runner, tokens: Tensor, lengths: Tensor, plans: Plans | None, left_out: Tensor | None
+    ) -> Tensor:
+        """Hidden states ``[B, n, d]`` by a causal LM; the arguments are those of :meth:`Runner.forward_nodes`."""
+        return runner.forward_nodes(
+            tokens,
+            lengths,
+            self.ancestors,
+            self.depth,
+            first=self.first,
+            key_depth=self.key_depth,
+            mask=self.mask,
+            fixed=True,
+            sees_all=self.sees_all,
+            plans=plans,
+            left_out=left_out,
+        )[0]
 
-def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
-    """Forward passes of chains of 1, 2, … ``longest`` tokens, the first of them in the place of node 0."""
+
+def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device) -> list[Pass]:
+    """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
+    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft."""
+    longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth))
     ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
     depth = torch.arange(longest, dtype=torch.int32, device=device)[None]
     passes: list[Pass] = []
@@ -116,13 +134,10 @@ def chain_passes(longest: int, rows: int, device: torch.device) -> list[Pass]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The nodes of a level among k candidates for each node that was run in the level above.
-
-    places: in ``[n · k]``; None for all of them, in order.
-    """
+    """The nodes of a level among k candidates for each node that was run in the level above."""
 
     k: int
-    places: Tensor | None
+    places: Tensor | None  # in [n · k]; None for all of them, in order
 
     def of(self, values: Tensor) -> Tensor:
         """``[B, n, k]`` values of the candidates → those of the level's nodes, ``[B, nodes]``."""
@@ -130,13 +145,45 @@ class _Choice:
         return values if self.places is None else values.index_select(1, self.places)
 
 
+@dataclass(frozen=True)
+class DraftHead:
+    """The LM head by which a drafter chooses tokens.
+
+    logits: what the LM head reads ``[B, n, d]`` → logits ``[B, n, S]`` for the token after each node, and the target's
+        tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1 standing for padding, whose
+        logits are −inf; the first S tokens if None.
+    module: the LM head whose first ``outputs`` outputs they are; None if they are made otherwise.
+    ids: ``[outputs]`` int64, the tokens of these; the first ones if None.
+    """
+
+    logits: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    module: nn.Module | None
+    outputs: int
+    ids: Tensor | None
+
+    def best(self, out: Tensor, count: int, depth: int, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
+        of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
+        logits are written."""
+        weight = None
+        if noise is None and self.module is not None and count <= MAX_COUNT:
+            weight = kernel_weight(self.module, out)
+        if weight is None:
+            scores, tokens = self.logits(out)
+            return (
+                best_tokens(scores, count, True, tokens) if noise is None else noise.draft(scores, depth, count, tokens)
+            )
+        shape = (*out.shape[:2], count)
+        log_q, best = head_topk(out.flatten(0, 1), weight[: self.outputs], count, True, self.ids)
+        return log_q.view(shape), best.view(shape)
+
+
 class Levels:
     """A tree of ranks, drafted level by level.
 
     Args:
-        tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
-        vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest.
-        target_vocabulary: V.
+        tree: an expansion, k_i children of every node at depth i − 1 (⟨1, …, 1⟩ is a chain); or a tree of ranks.
+        vocabulary, target_vocabulary: S, the number of tokens that are drafted, at the depth that has the fewest; V.
         draws: in multi-step sampling, ``without_replacement``; ``iid``: independent draws, of which equal ones share a
             node; ``naive``: without replacement, but verified as deterministic drafts (accepted iff the target's own
             sample is among them), which is exact and accepts less: for comparison. ``none``: nothing is drawn; its
@@ -144,9 +191,7 @@ class Levels:
         by_rank: estimated acceptance probability of a node's best token, the second best, …, where its parent is
             accepted (the last one of all further ranks); the model's own probabilities if left out.
 
-    Attributes:
-        random: as :class:`~draftsmith.inference.engine.protocol.Drafter` has it.
-        deepest_run: number of the deepest level run for the last tree; the root's is 0.
+    deepest_run: number of the deepest level run for the last tree; the root's is 0.
 
     Raises:
         ValueError: the tree is empty, not positive, too large, or has more children than there are tokens to draft.
@@ -184,27 +229,20 @@ class Levels:
         whole = self.trees[-1]
         self.passes: list[Pass] = []
         for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):
-            end = first + count
-            parts = (
-                whole.ancestors[:, first:end],
-                whole.depth[:, first:end],
-                whole.depth[:, :end],
-                whole.mask[:, first:end, :end],
-            )
-            ancestors, depth, key_depth, mask = (part.expand(self.rows, *part.shape[1:]) for part in parts)
+            own, upto = slice(first, first + count), slice(first + count)
+            parts = whole.ancestors[:, own], whole.depth[:, own], whole.depth[:, upto], whole.mask[:, own, upto]
             above: Tensor | None = None
             if level:
-                places = [layout.parents[node] - layout.firsts[level - 1] for node in range(first, end)]
+                places = [parent - layout.firsts[level - 1] for parent in layout.parents[own]]
                 same = places == [*range(layout.runs[level - 1])]
                 above = None if same else torch.tensor(places, device=device)
-            sees_all = count == 1 and first == level
-            self.passes.append(Pass(first, count, sees_all, ancestors, depth, key_depth, mask, above))
+            sees_all, views = count == 1 and first == level, (part.expand(rows, *part.shape[1:]) for part in parts)
+            self.passes.append(Pass(first, count, sees_all, *views, above=above))
 
         def choices(levels: list[tuple[int, list[int]]]) -> list[_Choice]:
-            whole_levels = zip(layout.runs, levels, strict=False)
             return [
                 _Choice(k, None if places == [*range(count * k)] else torch.tensor(places, device=device))
-                for count, (k, places) in whole_levels
+                for count, (k, places) in zip(layout.runs, levels, strict=False)
             ]
 
         self.best, self.drawn = choices(layout.best), choices(layout.drawn)
@@ -216,32 +254,17 @@ class Levels:
             torch.where(child[:, :end, :k] < end, child[:, :end, :k], -1)
             for end, k in zip(layout.firsts[1:], most, strict=True)
         ]
-        q_rows, row = [0] * self.num_nodes, 0
-        for level in self.passes:
-            for node in range(level.first, level.first + level.count):
-                q_rows[node], row = row, row + 1
+        q_rows = [0] * self.num_nodes
+        ran = (node for level in self.passes for node in range(level.first, level.first + level.count))
+        for row, node in enumerate(ran):
+            q_rows[node] = row
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
     def propose(
-        self,
-        state: State,
-        hidden: H,
-        run: Callable[[int, Pass, Tensor, H], H],
-        logits: Callable[[H], tuple[Tensor, Tensor | None]],
-        best_of: Callable[[H, int], tuple[Tensor, Tensor]],
+        self, state: State, hidden: Hidden, run: Callable[[int, Pass, Tensor, Hidden], Hidden], head: DraftHead
     ) -> TokenTree:
-        """Draft a tree.
-
-        Args:
-            hidden: of the root; what hidden states are, the three functions agree on.
-            run: (depth, the level, its tokens ``[B, n]``, the hidden states of the level above) → the hidden states of
-                the level's nodes that are run.
-            logits: hidden states of the level just run → logits ``[B, n, S]`` for the token after each node, and the
-                target's tokens of these places, int64: ``[S]``; ``[B, S]``, where S may differ by level, −1 standing
-                for padding, whose logits are −inf; the first S tokens if None.
-            best_of: (the same hidden states, k) → log probabilities ``[B, n, k]`` of the k best tokens after each node,
-                best first, and these tokens of the target, int64.
-        """
+        """Draft a tree, from the hidden states of the root. ``run``: (depth, the level, its tokens ``[B, n]``, the
+        hidden states of the level above) → those of the level's nodes that are run."""
         tokens = [state.root[:, None]]
         acceptances = [self.ones]
         valid: list[Tensor] = []
@@ -269,18 +292,14 @@ class Levels:
             above = level.of(acceptances[-1])[..., None] if weighs else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
-                if state.noise is None:
-                    log_q, best = best_of(hidden, choice.k)
-                else:
-                    scores, ids = logits(hidden)
-                    log_q, best = state.noise.draft(scores, depth, choice.k, ids)
+                log_q, best = head.best(hidden[1], choice.k, depth, state.noise)
                 acceptance = self.ones
                 if weighs:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
             else:
                 choice = self.drawn[depth]
                 k = choice.k
-                scores, ids = logits(hidden)
+                scores, ids = head.logits(hidden[1])
                 q = sampling_distribution(scores, settings)
                 node_uniforms = uniforms[:, used : used + level.count * k].view(self.rows, level.count, k)
                 used += level.count * k
@@ -314,15 +333,9 @@ class Levels:
         return replace(tree, valid=draws_valid, static=None, draws=draws)
 
     def _draws(self, child: Tensor, valid: Tensor, q: Tensor, ids: Tensor | None, first_equal: list[Tensor]) -> Draws:
-        """The draws of a tree; invalid nodes are not draws.
-
-        Args:
-            child: ``[1, N, K]`` int64, the child of each draw, −1 after a node's last one.
-            valid: ``[B, N]`` bool.
-            q: ``[B, R, S or V]``, of each node that was run.
-            ids: ``[1 or B, 1 or R, S]`` int64 as ``Draws`` has them, or None.
-            first_equal: for i.i.d. draws, ``[B, n, K]`` int64 by level: the node's first draw of the same token.
-        """
+        """The draws of a tree; invalid nodes are not draws. child ``[1, N, K]``, q ``[B, R, S or V]`` and ids are as in
+        ``Draws``; ``first_equal``: for i.i.d. draws, ``[B, n, K]`` int64 by level, the node's first draw of the same
+        token."""
         child = child.expand(self.rows, -1, -1)
         q_row = self.q_rows[:, : child.shape[1]].clamp(max=q.shape[1] - 1).expand_as(child)
         if first_equal:
@@ -338,36 +351,6 @@ class Levels:
         if q.shape[2] < self.target_vocabulary:
             q = F.pad(q, (0, self.target_vocabulary - q.shape[2]))
         return Draws(child, kind, q_row, q)
-
-
-def best_by_head(
-    hidden: Tensor,
-    head: nn.Module | None,
-    outputs: int,
-    ids: Tensor | None,
-    count: int,
-    logits: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor]:
-    """The best tokens after each node, by a kernel that writes no logits where it knows the LM head.
-
-    Args:
-        hidden: ``[B, n, d]``, what the LM head reads.
-        head: the LM head, whose output are the logits; None if they are made otherwise.
-        outputs: S, the number of its rows that are drafted from.
-        ids: ``[S]`` int64, their tokens; the first S if None.
-        count: k.
-        logits: as :meth:`Levels.propose` takes it.
-
-    Returns:
-        Log probabilities and tokens ``[B, n, k]``.
-    """
-    weight = None if head is None or count > MAX_COUNT else kernel_weight(head, hidden)
-    if weight is None:
-        scores, tokens = logits(hidden)
-        return best_tokens(scores, count, True, tokens)
-    shape = (*hidden.shape[:2], count)
-    log_q, best = head_topk(hidden.flatten(0, 1), weight[:outputs], count, True, ids)
-    return log_q.view(shape), best.view(shape)
 
 
 def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -386,11 +369,7 @@ def _joined(distributions: Sequence[Tensor], vocabularies: Sequence[Tensor | Non
 
 
 def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
-    """The tree of an expansion, or the one given; checked.
-
-    Raises:
-        ValueError: it is empty, not positive, too large, or has more children than the vocabulary has tokens.
-    """
+    """The tree of an expansion, or the one given; checked, see :class:`Levels`."""
     if isinstance(tree, Topology):
         given, nodes, children = "tree", tree.num_nodes, tree.max_rank + 1
         if not tree.paths:
@@ -410,32 +389,9 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
     return Topology(tuple(itertools.chain(*levels)))
 
 
-def step_time(costs: StepCosts, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
-    """``Calibration.step_time`` of drafters whose every level takes a forward pass.
-
-    Args:
-        costs: of the target's steps.
-        passes: of each drafter, the time of a forward pass with one row, in plain steps of the target; more rows cost
-            in proportion what they cost the target.
-    """
-
-    def time(trees: Sequence[Topology]) -> float:
-        total = costs.relative(1 + sum(len(tree.paths) for tree in trees))
-        for each, tree in zip(passes, trees, strict=True):
-            parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
-            total += each * sum(costs.relative(count) for count in parents.values())
-        return total
-
-    return time
-
-
 def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:
-    """Draw k tokens of each distribution in order, by inversion.
-
-    Args:
-        q: ``[B, n, V]`` float32.
-        uniforms: ``[B, n, k]`` float32 in [0, 1), fresh.
-        replacement: draw them independently; otherwise none is drawn twice.
+    """Draw k tokens of each distribution ``[B, n, V]`` float32 in order, by inversion of fresh uniforms ``[B, n, k]``;
+    none twice, unless by ``replacement``.
 
     Returns:
         Tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where no token was left to draw (or q is NaN).

@@ -21,7 +21,8 @@ A family whose LM head may be cut to shortlists has one more, ``open_drafts(fold
 (:mod:`draftsmith.inference.drafters.rollouts`), which train/dynaspec.py records; its ``open_drafter`` and
 ``calibration`` then take ``shortlist``, a :class:`~draftsmith.models.shortlist.ShortlistHead` or None.
 
-That a drafter belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
+All of them raise FileNotFoundError or ValueError where something is missing, damaged or does not fit. That a drafter
+belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """
 
 import difflib
@@ -36,20 +37,11 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.common.files import json_object
+from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.names import (
-    DRAFT_MODEL,
-    NGRAM,
-    check_name,
-    compressed_of,
-    draft_model_of,
-    has_folder,
-    ngram_lengths,
-    parts_of,
-)
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.protocol import Drafter
@@ -70,11 +62,8 @@ MERGED_NODES = 40  # at most, in a merged tree, the root included
 
 @dataclass(frozen=True)
 class Part:
-    """A drafter before its target is loaded.
-
-    build: (target, options) → the drafter, or any number of them by name, which are merged. options: those of
-        :func:`load_target`, for causal LMs of its own.
-    """
+    """A drafter before its target is loaded. build: (target, options) → the drafter, or any number of them by name,
+    which are merged. options: those of :func:`load_target`, for causal LMs of its own."""
 
     build: Callable[[Target, dict[str, Any]], Drafter | Mapping[str, Drafter]]
 
@@ -107,11 +96,7 @@ class Calibration:
 
 
 def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
-    """The module of a drafter's family.
-
-    Raises:
-        ValueError: its drafter_type is not in :data:`FAMILIES`.
-    """
+    """The module of a drafter's family; a ValueError if its drafter_type is not in :data:`FAMILIES`."""
     kind = config["drafter_type"]
     if kind not in FAMILIES:
         matches = difflib.get_close_matches(kind, FAMILIES, n=1)
@@ -122,8 +107,8 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
 
 
 def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """:func:`read_drafter`, after :func:`check_name`."""
-    check_name(name)
+    """:func:`read_drafter`, after :func:`names.check_name`."""
+    names.check_name(name)
     return read_drafter(name)
 
 
@@ -160,13 +145,13 @@ def load_drafter(
         FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or a tree
             is given and no drafter takes one.
     """
-    names = [] if name == "none" else parts_of(name)
-    stored = {each: read_named(each) for each in names if has_folder(each)}
+    given = [] if name == "none" else names.parts_of(name)
+    stored = {each: read_named(each) for each in given if names.has_folder(each)}
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
     parts: dict[str, Part] = {}
-    for each in names:
+    for each in given:
         if each not in stored:
             parts[each] = _untrained(each)
             continue
@@ -177,11 +162,11 @@ def load_drafter(
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
         at_load = path is not None and chosen_at_load(path)
-        parts[each] = families[each].open_drafter(folder, config, weights, path, len(names) > 1 or at_load)
+        parts[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
     if target is None and not (target_name or known):
-        what = "'none' names no target" if not names else f"'{name}' has no target of its own"
+        what = "'none' names no target" if not given else f"'{name}' has no target of its own"
         raise ValueError(f"{what}: pass --target")
     loaded = target or load_target(str(target_name or known), **options)
     for folder, config, _ in stored.values():
@@ -212,15 +197,9 @@ def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Dra
 
 def report_fields(name: str) -> dict[str, Any]:
     """Fields that the families of a drafter's folders add to its report; where several add one, the first folder's.
-
-    Args:
-        name: as :func:`load_drafter` takes it.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_drafter`.
-    """
+    ``name`` and what is raised are as in :func:`load_drafter`."""
     fields: dict[str, Any] = {}
-    for each in filter(has_folder, parts_of(name)):
+    for each in filter(names.has_folder, names.parts_of(name)):
         folder = resolve_folder(each)
         config = json_object(folder / "config.json", "drafter config")
         family = family_of(folder, config)
@@ -230,18 +209,14 @@ def report_fields(name: str) -> dict[str, Any]:
 
 
 def _untrained(name: str) -> Part:
-    if name.startswith(DRAFT_MODEL):
-        return _draft_model(name)
-    if name.startswith(NGRAM):
-        lengths = ngram_lengths(name)
+    if name.startswith(names.NGRAM):
+        lengths = names.ngram_lengths(name)
         return Part(lambda target, options: NgramDrafter(target, **lengths))
-    selector, entries, expansion = compressed_of(name)
-    chosen = Selector(selector, entries)
-    return Part(lambda target, options: CompressedDrafter(target, chosen, expansion))
-
-
-def _draft_model(name: str) -> Part:
-    path, children, cache = draft_model_of(name)
+    if not name.startswith(names.DRAFT_MODEL):
+        kind, entries, expansion = names.compressed_of(name)
+        compressed = Selector(kind, entries)
+        return Part(lambda target, options: CompressedDrafter(target, compressed, expansion))
+    path, children, cache = names.draft_model_of(name)
     selector = None if cache is None else Selector(*cache)
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:

@@ -22,14 +22,7 @@ from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.tree import (
-    StaticTree,
-    TokenTree,
-    Topology,
-    calibrated_rates,
-    read_candidates,
-    read_tree,
-)
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
@@ -80,7 +73,7 @@ class MedusaDrafter(Drafter):
         return other
 
     def _take(self, topology: Topology) -> None:
-        heads, target = self.heads, self.target
+        heads = self.heads
         _check_topology(topology, heads.config, self.outputs)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
@@ -92,7 +85,7 @@ class MedusaDrafter(Drafter):
         self.acceptance: Tensor | None = None  # [1, N]
         if self.acceptances is not None:
             self.acceptance = torch.tensor([[1.0, *self.acceptances]], device=self.device)
-        spread = target.spread and heads.draft_vocab is None
+        spread = self.target.spread and heads.draft_vocab is None
         self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -115,7 +108,7 @@ class MedusaDrafter(Drafter):
         return self.shortlists is not None
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Nothing is kept but what in-context shortlists read; the next root is read when it is drafted from."""
+        # The next root is read when it is drafted from.
         if self.shortlists is not None:
             self.shortlists.read_accepted(tree, verdict)
 
@@ -186,11 +179,7 @@ def _check_shared(config: MedusaConfig, where: str = "") -> None:
 
 
 def _fewest_outputs(config: MedusaConfig, shortlists: ShortlistConfig | None, where: str = "") -> int:
-    """Tokens that a head chooses from, at least.
-
-    Raises:
-        ValueError: there are shortlists, and the heads have projections of their own.
-    """
+    """Tokens that a head chooses from, at least."""
     if shortlists is None:
         return config.outputs
     _check_shared(config, where)
@@ -204,9 +193,7 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
     head_dtype, vectors = next(head.parameters()).dtype, next(embed.parameters())  # [V, e]
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows, begins = tokens.to(target.device).long(), torch.zeros_like(supervised)
-        begins[:, :-1] = supervised[:, 1:]
-        begins = begins.to(target.device)
+        rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1)).to(target.device)
         roots = F.pad(rows[:, 1:], (0, 1))[begins]  # [P]
         hidden = target.hidden(rows)[begins].to(heads.weight.dtype)  # [P, d]
         for feature in heads.features(hidden, min(depth, heads.config.num_draft_heads)):
@@ -226,20 +213,10 @@ def open_drafter(
     merged: bool,
     shortlist: ShortlistHead | None = None,
 ) -> Part:
-    """Heads and their tree, checked against each other.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the heads; or the
-            weights are not those that the config promises, or have no common LM head for shortlists.
-    """
+    """Heads and their tree, checked against each other."""
     assert tree is not None
     # A merge chooses from more nodes than the calibrated tree has.
-    if merged:
-        topology, acceptances = read_candidates(tree)
-    else:
-        topology, rates = read_tree(tree), calibrated_rates(tree)
-        known = all(path in rates for path in topology.paths)
-        acceptances = [rates[path] for path in topology.paths] if known else None
+    topology, acceptances = read_candidates(tree) if merged else read_weighed(tree)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     outputs = _fewest_outputs(heads.config, None if shortlist is None else shortlist.config, f"{folder}: ")
     _check_topology(topology, heads.config, outputs, f"{tree}: ")
@@ -253,11 +230,6 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """What shortlists are made for.
-
-    Raises:
-        ValueError: the weights are not those that the config promises, or the heads have projections of their own.
-    """
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     _check_shared(heads.config, f"{folder}: ")
     return drafts(heads, target)

@@ -21,24 +21,16 @@ LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than round
 
 @dataclass
 class Candidates:
-    """The root and the other nodes of all trees, one tree after the other.
+    """The root and the other nodes of all trees, one tree after the other."""
 
-    tokens, parent, depth: ``[B, M]`` int64; the root is its own parent.
-    kept: ``[B, M]`` bool; initially the valid nodes.
-    acceptance: ``[B, M]`` float32.
-    path: ``[B, M, D]`` tokens on the path to each node plus 1, then 0.
-    same: ``[B, M]`` int64 the first kept candidate with the same path; M if there is none.
-    proposed: ``[B, M]`` bool, False where a source's node is not valid, or was cut before sources were compared.
-    """
-
-    tokens: Tensor
-    parent: Tensor
-    depth: Tensor
-    kept: Tensor
-    acceptance: Tensor
-    path: Tensor
-    same: Tensor
-    proposed: Tensor
+    tokens: Tensor  # [B, M] int64
+    parent: Tensor  # [B, M] int64; the root is its own parent
+    depth: Tensor  # [B, M] int64
+    kept: Tensor  # [B, M] bool; initially the valid nodes
+    acceptance: Tensor  # [B, M] float32
+    path: Tensor  # [B, M, D] tokens on the path to each node plus 1, then 0
+    same: Tensor  # [B, M] int64 the first kept candidate with the same path; M if there is none
+    proposed: Tensor  # [B, M] bool, False where a source's node is not valid, or was cut before sources were compared
 
 
 class TensorMerge:
@@ -47,10 +39,7 @@ class TensorMerge:
     Args:
         drafters, sources: the drafters and their names.
         budget: maximum of the merged tree's nodes, root included; raised where randomly drawn nodes need more.
-        rows: B.
         max_depth: of any tree the engine verifies.
-        fixed: always keep as many nodes as fit, in a tree of fixed shape.
-        times, standard_times: of steps with 1, 2, … nodes, for a whole batch and for a single row in sampling mode.
     """
 
     def __init__(
@@ -72,11 +61,7 @@ class TensorMerge:
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
     def merge(self, trees: Sequence[TokenTree], drawn: Sequence[bool]) -> tuple[TokenTree, list[Tensor]]:
-        """Merge the trees, and keep the likeliest nodes.
-
-        Args:
-            trees: of each drafter, with ``acceptance``.
-            drawn: whether each tree was drawn at random.
+        """Merge the trees of the drafters, and keep the likeliest nodes. ``drawn``: whether each was drawn at random.
 
         Returns:
             The merged tree; for each drafter ``[B, N]`` int64, the number that each merged node has in its tree, −1 if
@@ -165,23 +150,13 @@ class TensorMerge:
             part = slice(first + 1, first + 1 + size)
             own_place = torch.where(c.proposed[:, part], place[:, part], count)
             own_place = torch.cat((self.zeros, own_place), 1)
-            tree_numbers = torch.full_like(source, -1).scatter_(
-                1, own_place, self.numbers[: size + 1].expand(len(place), -1)
-            )
+            own = self.numbers[: size + 1].expand(len(place), -1)
+            tree_numbers = torch.full_like(source, -1).scatter_(1, own_place, own)
             own_numbers.append(tree_numbers[:, :count])
             source = source + ((tree_numbers > 0).long() << number)
             first += size
-        tree = TokenTree(
-            tokens,
-            parent.int(),
-            depth.int(),
-            packed(mask),
-            valid,
-            mask,
-            source=source[:, :count],
-            acceptance=acceptance,
-        )
-        return tree, own_numbers
+        parts = tokens, parent.int(), depth.int(), packed(mask), valid, mask
+        return TokenTree(*parts, source=source[:, :count], acceptance=acceptance), own_numbers
 
     def _draws(
         self, tree: TokenTree, own_numbers: Sequence[Tensor], trees: Sequence[TokenTree], drawn: Sequence[bool]
@@ -223,14 +198,11 @@ class TensorMerge:
 
 
 def _joint_acceptance(c: Candidates, sources: Tensor, first: Tensor) -> Tensor:
-    """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates.
+    """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates. Of ``sources``,
+    the candidates that count (bool), ``first`` is the first one with the same path: ``[B, M]`` each.
 
     Those of several sources are combined as if they were independent. Every level is reduced a little, so that rounding
     (a GPU adds in any order) cannot rank a node before its parent.
-
-    Args:
-        sources: ``[B, M]`` bool, the candidates that count.
-        first: ``[B, M]`` int64, the first of these with the same path.
     """
     log_rejection = torch.log1p(-c.acceptance.clamp(max=0.9999)) * sources
     joint = -torch.expm1(torch.zeros_like(log_rejection).scatter_add_(1, first, log_rejection))

@@ -11,7 +11,7 @@ drawn tokens (ALGORITHMS §2, C2).
 In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams.
 
 Steps of fixed shape, and steps with random draws, merge by tensor operations (``merge_tensors.py``); other eager steps
-merge on the host (``merge_host.py``).
+merge on the host (``host_tree.py``).
 
 Shape letters: B rows, N nodes, D depth of the deepest node.
 """
@@ -23,12 +23,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.host_tree import HostTreeBuilder
-from draftsmith.inference.drafters.merge_host import merge_on_host
+from draftsmith.inference.drafters.host_tree import HostTreeBuilder, merge_on_host
 from draftsmith.inference.drafters.merge_tensors import TensorMerge
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.tree import StaticTree, TokenTree
+from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.target import Target
 
@@ -36,13 +35,8 @@ ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if
 
 
 class MergedDrafter(Drafter):
-    """A merge of drafters. A drafter's tree must not hold two valid nodes of one path, and must have ``acceptance``.
-
-    Args:
-        drafters: by name; random draws are tested in this order, before all others.
-        budget: maximum of the merged tree's nodes, root included; in sampling mode raised if needed to fit all randomly
-            drawn nodes.
-    """
+    """A merge of drafters, by name; random draws are tested in this order, before all others. A drafter's tree must not
+    hold two valid nodes of one path, and must have ``acceptance``. ``budget``: as :class:`TensorMerge` takes it."""
 
     def __init__(self, drafters: Mapping[str, Drafter], target: Target, budget: int) -> None:
         self.drafters, self.target = list(drafters.values()), target
@@ -72,8 +66,7 @@ class MergedDrafter(Drafter):
             drafter.allocate(cache, max_depth, static)
         device = self.target.device
         self.tensor_merge = TensorMerge(self.drafters, self.sources, self.target, self.budget, cache.rows, max_depth)
-        self.builder = HostTreeBuilder(device)
-        self.root_tree = StaticTree([-1], device)
+        self.builder = HostTreeBuilder(device, cache.rows)
         self.single = -1  # the only drafter that proposed nodes in this step; −1 if there are several
         self.own_numbers: list[Tensor] = []  # [B, N] by drafter: each merged node's number in its tree, or −1
         # By drafter: the stream it proposes on; the others propose on the current one.
@@ -83,7 +76,6 @@ class MergedDrafter(Drafter):
             self.streams = {number: torch.cuda.Stream(device) for number in with_models[1:]}
         self.depths = torch.arange(max_depth + 1, device=device)
         self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=device)
-        self.ones = torch.ones(cache.rows, 1, device=device)
 
     def buffers(self) -> Sequence[Tensor]:
         return [buffer for drafter in self.drafters for buffer in drafter.buffers()]
@@ -115,15 +107,13 @@ class MergedDrafter(Drafter):
         proposing = [number for number, tree in enumerate(trees) if tree.tokens.shape[1] > 1]
         if not proposing:
             self.own_numbers = [self.zeros] * len(self.drafters)  # the root is node 0 of each tree
-            return self._root_alone(state)
+            return self.builder.root_alone(state.root)
         if len(proposing) == 1 and trees[proposing[0]].tokens.shape[1] <= self.budget:
             return self._unmerged(trees[proposing[0]], proposing[0])
         budget = None if state.merged else state.budget
         merged, numbers = merge_on_host(trees, self.sources, state.root.tolist(), budget, self.budget)
         self.own_numbers = [torch.tensor(by_row, device=self.zeros.device) for by_row in numbers]
-        if all(len(tree.tokens) == 1 for tree in merged):
-            return self._root_alone(state)
-        return self.builder.build(merged)
+        return self.builder.build(merged, state.root)
 
     def skip(self, state: State) -> None:
         self.single, self.own_numbers = -1, [self.zeros] * len(self.drafters)
@@ -135,7 +125,7 @@ class MergedDrafter(Drafter):
         states, budget = self._states(state), state.budget
         if budget is None:
             return self._propose_all(states)
-        trees = [self._root_alone(state)] * len(self.drafters)
+        trees = [self.builder.root_alone(state.root)] * len(self.drafters)
         for number in budget.order():
             drafter, view = self.drafters[number], states[number]
             if not budget.asks(number):
@@ -147,9 +137,6 @@ class MergedDrafter(Drafter):
             trees[number] = replace(tree, acceptance=acceptance)
             budget.proposed(number, acceptance)
         return trees
-
-    def _root_alone(self, state: State) -> TokenTree:
-        return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)
 
     def _propose_all(self, states: Sequence[State]) -> list[TokenTree]:
         """Each drafter's tree; those with a stream of their own propose at the same time as the others.

@@ -15,11 +15,8 @@ CHAIN = (1,) * 8  # the expansion of a draft model or a compressed cache, if non
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters that a name joins by ``+``; the name of an existing folder is one, even if it has a ``+``.
-
-    Raises:
-        ValueError: an empty part, the same part twice, or ``none`` among several.
-    """
+    """The drafters that a name joins by ``+``; the name of an existing folder is one, even if it has a ``+``. A
+    ValueError for an empty part, the same part twice, or ``none`` among several."""
     parts = [name] if Path(name).exists() else name.split("+")
     if not all(parts):
         raise ValueError(f"'{name}': a drafter is missing beside '+'; for example runs/demo+ngram")
@@ -41,11 +38,8 @@ def is_compressed(part: str) -> bool:
 
 
 def ngram_lengths(name: str) -> dict[str, int]:
-    """The lengths of matches that ``ngram`` or ``ngram:SHORTEST-LONGEST`` names, as arguments of ``NgramDrafter``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The lengths of matches that ``ngram`` or ``ngram:SHORTEST-LONGEST`` names, as arguments of ``NgramDrafter``; a
+    ValueError if it is neither."""
     given = re.fullmatch(r"ngram(?::(\d+)-(\d+))?", name)
     if given is None:
         raise ValueError(f"'{name}': for matches of 2 to 10 tokens write ngram:2-10")
@@ -54,11 +48,7 @@ def ngram_lengths(name: str) -> dict[str, int]:
 
 def draft_model_of(name: str) -> tuple[str, Sequence[int], tuple[str, int] | None]:
     """Path, expansion, and selector and entries of its cache, of ``draft_model:PATH``, ``draft_model:PATH@2,2,1`` or
-    ``draft_model:PATH,snapkv:256@2,2,1``.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    ``draft_model:PATH,snapkv:256@2,2,1``; a ValueError if it is none of these."""
     path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
     cache = re.fullmatch(rf"(.+),({'|'.join(SELECTORS)}):([1-9]\d*)", path)
     if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
@@ -68,11 +58,7 @@ def draft_model_of(name: str) -> tuple[str, Sequence[int], tuple[str, int] | Non
 
 
 def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:
-    """Selector, entries and expansion of ``snapkv:256`` or ``snapkv:256@2,1``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Selector, entries and expansion of ``snapkv:256`` or ``snapkv:256@2,1``; a ValueError if it is neither."""
     given = re.fullmatch(r"(\w+):([1-9]\d*)(?:@([1-9]\d*(?:,[1-9]\d*)*))?", name)
     if given is None:
         raise ValueError(
@@ -83,11 +69,8 @@ def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:
 
 
 def check_name(part: str) -> None:
-    """What can be said of one of :func:`parts_of` before torch is imported.
-
-    Raises:
-        FileNotFoundError, ValueError: it names no drafter; with a hint where it is misspelt.
-    """
+    """Raise a FileNotFoundError or ValueError, with a hint where it is misspelt, if one of :func:`parts_of` names no
+    drafter, as far as can be said before torch is imported."""
     if part.startswith(DRAFT_MODEL):
         known_folder(draft_model_of(part)[0])
     elif part.startswith(NGRAM) and not has_folder(part):
@@ -106,11 +89,7 @@ def check_name(part: str) -> None:
 
 
 def check_names(names: Sequence[str], target: str | None = None) -> None:
-    """:func:`check_name` of all parts of drafters, and that the target may exist.
-
-    Raises:
-        FileNotFoundError, ValueError: as there; nothing names a target.
-    """
+    """:func:`check_name` of all parts of drafters; also raise such an error if the target is missing or not named."""
     parts = [part for name in names for part in parts_of(name)]
     for part in parts:
         check_name(part)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, kept_nodes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.tree import StaticTree, TokenTree
+from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.target import Target
 
@@ -56,10 +56,8 @@ class _Candidates:
 
 
 class NgramDrafter(Drafter):
-    """Continuations of earlier occurrences of the text's last tokens. Deterministic: every draw is one-hot.
-
-    ``tree.acceptance`` starts from ``PRIOR`` and is updated by what is accepted in the row's own text. It and the
-    candidates depend only on the row's own text.
+    """Continuations of earlier occurrences of the text's last tokens. They and their acceptance probabilities, which
+    start from ``PRIOR`` and are updated by what is accepted, depend only on the row's own text.
 
     Static steps are tensor operations on the target's device. Eager steps keep the text on the host and use NumPy and
     loops over the few candidates; their trees are as large as the matches allow, and the root alone if there are none.
@@ -110,10 +108,7 @@ class NgramDrafter(Drafter):
         if self.on_host:
             self.text, self.host_counts = self.history.numpy(), self.counts.numpy()  # the same memory
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.max_match, axis=1)  # [B, S + 1, G]
-            self.builder = HostTreeBuilder(self.device)
-            self.root_tree = StaticTree([-1], self.device)
-            self.zeros = torch.zeros(cache.rows, 1, dtype=torch.int64, device=self.device)
-            self.ones = torch.ones(cache.rows, 1, device=self.device)
+            self.builder = HostTreeBuilder(self.device, cache.rows)
             return
         self.numbers = torch.arange(columns, device=device)
         self.places = self.numbers[: self.max_depth]  # of a continuation's tokens
@@ -160,9 +155,7 @@ class NgramDrafter(Drafter):
             state.budget.proposed(0, torch.tensor([row + [0.0] * (self.num_nodes - len(row)) for row in acceptances]))
             kept = kept_nodes(acceptances, state.budget, self.num_nodes)
             trees = [tree.subtree(nodes) for tree, nodes in zip(trees, kept, strict=True)]
-        if all(len(tree.tokens) == 1 for tree in trees):
-            return self.root_tree.fill(state.root[:, None], self.zeros, self.ones)
-        return self.builder.build(trees)
+        return self.builder.build(trees, state.root)
 
     def _find(self, row: int, root: int, length: int) -> _Candidates:
         """The nodes of all continuations of a row."""

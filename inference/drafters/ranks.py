@@ -1,8 +1,9 @@
 """Trees of ranks, and what held-out text says of them: which tree of N nodes is best, and its mean accepted length τ.
 
-A drafter with a fixed tree fills it by ranks: path (r_1, r_2, …) stands for its r_1-th best token at depth 1, then its
-r_2-th best at depth 2, …. All that is needed of a text is the rank that the drafter gives, at each depth, to the true
-token after the true ones before it: ``ranks [S, T, K]``.
+Path (r_1, r_2, …) stands for a drafter's r_1-th best token at depth 1, then its r_2-th best at depth 2, …. All that is
+needed of a text is the rank that the drafter gives, at each depth, to the true token after the true ones before it:
+``ranks [S, T, K]``. ``tokens, supervised [S, T]`` are as :func:`draftsmith.inference.engine.answers.answer` returns
+them.
 
 A path's probability is the share of positions where all its ranks are the true ones: joint counts, no independence
 assumed (Medusa, arXiv 2401.10774 §2.3.3, assumes it). A child never outnumbers its parent, so the N most frequent
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.eagle import Eagle, marked_places
@@ -32,20 +34,14 @@ MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
 SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
+NODES = (2, 4, 8, 16, 32, 64)  # of the trees of ensembles whose expected τ tree.json records
+_NO_POSITION = "no calibration position: every answer is shorter than the drafts are deep"
 
 
 def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
-    """The token that a draft of each depth has to be in order to be right.
-
-    A step begins at position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
-        depth: K.
-
-    Returns:
-        ``[S, T, K]`` int64; −1 where no step begins or where the same answer has no such token.
-    """
+    """The token that a draft of each depth has to be in order to be right: ``[S, T, K]`` int64. A step begins at
+    position t if token t + 1, its root, is an answer's; its draft of depth k then has to be x_{t+k+1}. −1 where no step
+    begins or where the same answer has no such token."""
     length = tokens.shape[1]
     labels = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     reached = supervised[:, 1:].clone()  # every token up to the label is the same answer's
@@ -56,15 +52,8 @@ def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
 
 
 def label_ranks(best: Tensor, labels: Tensor) -> Tensor:
-    """The place of each label among a drafter's best tokens.
-
-    Args:
-        best: ``[…, R]`` int64 token ids, the most likely first, R ≤ :data:`MAX_RANK`.
-        labels: ``[…]`` int64, −1 where there is none.
-
-    Returns:
-        ``[…]`` int64: the rank, :data:`MAX_RANK` if the label is not among them, −1 where there is no label.
-    """
+    """The place of each label ``[…]`` int64 (−1: none) among a drafter's best tokens ``[…, R]`` int64, the most likely
+    first: ``[…]`` int64, :data:`MAX_RANK` if it is not among them, −1 where there is no label."""
     match = best == labels[..., None]
     ranks = torch.where(match.any(-1), match.int().argmax(-1), MAX_RANK)
     return torch.where(labels >= 0, ranks, -1)
@@ -79,33 +68,22 @@ def head_ranks(
     batch_size: int = 16,
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """The rank that each Medusa head gave to the true token.
-
-    Args:
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
-        on_done: called with the number of sequences done so far.
-
-    Returns:
-        ``[S, T, K]`` int64: at position t, head k's rank of x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor
-        among the draft vocabulary), −1 where there is no such label or where position t + 1 is no answer's token (no
-        step begins there).
-    """
-    sequences, num_heads = len(tokens), heads.config.num_draft_heads
-    ranks = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64)
-    top, draft_head = min(MAX_RANK, heads.config.outputs), heads.draft_head(target.lm_head)
-    for start in range(0, sequences, batch_size):
+    """The rank that each Medusa head gave to the true token: ``[S, T, K]`` int64, at position t head k's rank of
+    x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
+    label or where position t + 1 is no answer's token (no step begins there). ``on_done`` is called with the number of
+    sequences done so far."""
+    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
+    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
+    for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
-        begins = torch.zeros_like(supervised[part])
-        begins[:, :-1] = supervised[part, 1:]
+        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], num_heads)
         hidden = target.hidden(tokens[part].long().to(target.device))[begins.to(target.device)]  # [P, d]
-        features = heads.features(hidden.to(heads.weight.dtype))
-        labels = draft_labels(tokens[part], supervised[part], num_heads)
-        for k in range(num_heads):
-            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features[k].split(LOGITS))
+        for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
+            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features.split(LOGITS))
             best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
             ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
         if on_done:
-            on_done(min(start + batch_size, sequences))
+            on_done(min(start + batch_size, len(tokens)))
     return ranks
 
 
@@ -120,26 +98,17 @@ def eagle_ranks(
     on_done: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
-    drafted itself: the target's features end at the position where the step begins.
-
-    Args:
-        tokens, supervised, on_done: as :func:`head_ranks` takes them.
-        depth: K.
-
-    Returns:
-        ``[S, T, K]`` int64 as :func:`head_ranks`.
+    drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
+    of :func:`head_ranks`; ``depth``: K.
     """
     ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
     dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
     for start in range(0, len(tokens), batch_size):
         part = slice(start, start + batch_size)
-        rows = tokens[part].to(target.device)
-        begins = torch.zeros_like(supervised[part])
-        begins[:, :-1] = supervised[part, 1:]
-        places = marked_places(begins)  # [B, P]
+        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], depth)
+        rows, places = tokens[part].to(target.device), marked_places(begins)  # [B, P]
         begun = begins.gather(1, places)
-        labels = draft_labels(tokens[part], supervised[part], depth)
         features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
         for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
             chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
@@ -154,17 +123,9 @@ def eagle_ranks(
 def next_token_ranks(
     model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None, batch_size: int = 16
 ) -> Tensor:
-    """The rank that a causal LM gives to each token of the answers, after the true ones before it.
-
-    Args:
-        model: of the target's vocabulary.
-        tokens, supervised: ``[S, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
-        draft_vocab: ``[D]`` int64, ascending: the tokens that it drafts; all if None.
-
-    Returns:
-        ``[S, T]`` int64: the rank of token t; ``MAX_RANK`` if it is not among the best (nor among the draft
-        vocabulary), −1 where the token is no answer's, and at t = 0.
-    """
+    """The rank that a causal LM of the target's vocabulary gives to each token of the answers, after the true ones
+    before it: ``[S, T]`` int64, ``MAX_RANK`` if it is not among the best (nor among the ``draft_vocab [D]`` int64,
+    ascending, if there is one), −1 where the token is no answer's, and at t = 0."""
     ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
     # A scale or cap of the logits does not change their order.
     head = model.logits if draft_vocab is None else head_rows(model.lm_head, draft_vocab.to(model.device))
@@ -184,15 +145,8 @@ def next_token_ranks(
 
 
 def chained_ranks(next_ranks: Tensor, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
-    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`.
-
-    Args:
-        next_ranks, tokens, supervised: ``[S, T]``.
-        depth: K.
-
-    Returns:
-        ``[S, T, K]`` int64 as :func:`head_ranks`: at position t and depth k, the rank of token t + k + 1.
-    """
+    """What a model that drafts token by token gives at each depth, from :func:`next_token_ranks`: ``[S, T, K]`` int64
+    as :func:`head_ranks`, at position t and depth k the rank of token t + k + 1."""
     labels = draft_labels(tokens, supervised, depth)
     ranks = torch.full_like(labels, -1)
     for k in range(min(depth, tokens.shape[1] - 2)):
@@ -213,14 +167,11 @@ def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
 
 
 def best_tree(ranks: Tensor, nodes: int) -> Topology:
-    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length.
-
-    Raises:
-        ValueError: there is no position to count on.
-    """
+    """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length; a ValueError if
+    there is no position to count on."""
     counts, positions = path_counts(ranks)
     if not positions:
-        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+        raise ValueError(_NO_POSITION)
     # Ties go to the shorter path, so that no child comes without its parent.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return Topology(tuple(order[: nodes - 1]))
@@ -255,11 +206,7 @@ def head_facts(ranks: Tensor) -> dict[str, Any]:
 
 def simulate(topology: Topology, ranks: Tensor) -> float:
     """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
-    decoding, since the sequences are the target's own.
-
-    Args:
-        ranks: ``[S, T, K]`` as :func:`head_ranks` returns them.
-    """
+    decoding, since the sequences are the target's own. ``ranks``: ``[S, T, K]``."""
     return simulate_ensemble((topology,), ranks[:, :, None])
 
 
@@ -271,17 +218,11 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
     after the other: the node that most positions accept which none of the trees reaches so deep yet.
 
     The nodes of different trees that hold equal tokens become one when the trees are merged; which these are is not
-    known from ranks, so all are counted.
-
-    Args:
-        ranks: ``[S, T, n, K]``.
-
-    Raises:
-        ValueError: there is no position to count on.
+    known from ranks ``[S, T, n, K]``, so all are counted. A ValueError if there is no position to count on.
     """
     full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
     if not full.shape[1]:
-        raise ValueError("no calibration position: every answer is shorter than the drafts are deep")
+        raise ValueError(_NO_POSITION)
     reached = torch.zeros(full.shape[1], dtype=torch.int64)
     trees: list[list[tuple[int, ...]]] = [[] for _ in full]
     right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right
@@ -353,20 +294,12 @@ def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
 
 def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tensor:
     """Which answers a model reproduces: those whose first ``count`` tokens (all of a shorter one) are its own greedy
-    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then).
-
-    Args:
-        next_ranks: ``[…, S, T]`` of :func:`next_token_ranks`.
-        supervised: ``[S, T]`` bool.
-
-    Returns:
-        ``[…, A]`` bool, of the A answers in order of their rows; an answer is a run of supervised tokens.
-    """
+    choices (SpecInfer, arXiv 2305.09781 §3; its greedy continuation is the answer's beginning then). ``next_ranks``
+    ``[…, S, T]`` of :func:`next_token_ranks` → ``[…, A]`` bool, of the A answers in order of their rows; an answer is a
+    run of supervised tokens."""
     marks = supervised.clone()
     marks[:, 0] = False  # no model predicts a text's first token
-    before = torch.zeros_like(marks)
-    before[:, 1:] = marks[:, :-1]
-    starts = (marks & ~before).nonzero()
+    starts = (marks & ~F.pad(marks[:, :-1], (1, 0))).nonzero()
     matched = torch.ones(*next_ranks.shape[:-2], len(starts), dtype=torch.bool)
     inside = torch.ones(len(starts), dtype=torch.bool)
     for shift in range(count):
@@ -391,3 +324,16 @@ def overlap(matched: Tensor) -> list[list[float]]:
         [round(float(b) / float(e), 4) if e else 1.0 for b, e in zip(*rows, strict=True)]
         for rows in zip(both, either, strict=True)
     ]
+
+
+def ensemble_facts(ranks: Tensor, matched: Tensor, mark_tokens: int) -> dict[str, Any]:
+    """What tree.json records of an ensemble: ``ranks [S, T, n, K]``, matched answers ``[n, A]``."""
+    taus = {nodes: round(simulate_ensemble(best_trees(ranks, nodes), ranks), 4) for nodes in NODES}
+    return {
+        "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
+        "coverage": coverage(matched),
+        "overlap": overlap(matched),
+        "mark_tokens": mark_tokens,
+        "answers": matched.shape[1],
+        "mean_accepted_length_by_nodes": taus,
+    }

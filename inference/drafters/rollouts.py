@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftsmith.inference.drafters.ranks import LOGITS, MAX_RANK, draft_labels
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of
@@ -20,16 +21,11 @@ BEST = 24  # tokens of the whole LM head that are recorded, where nothing else i
 
 @dataclass(frozen=True)
 class Rollout:
-    """One depth of drafts.
+    """One depth of drafts."""
 
-    tokens: ``[P]`` int64 of the nodes: the root's at depth 0, then the true tokens after it.
-    hidden: ``[P, d]``, the hidden state that a router reads.
-    out: ``[P, d]``, what the LM head reads.
-    """
-
-    tokens: Tensor
-    hidden: Tensor
-    out: Tensor
+    tokens: Tensor  # [P] int64 of the nodes: the root's at depth 0, then the true tokens after it
+    hidden: Tensor  # [P, d], the hidden state that a router reads
+    out: Tensor  # [P, d], what the LM head reads
 
 
 @dataclass(frozen=True)
@@ -38,20 +34,15 @@ class Drafts:
 
     run: (tokens ``[B, T]``, supervised ``[B, T]``, as ``engine.answers.answer`` returns them) → one
         :class:`Rollout` for each depth, of the P positions t whose next token is an answer's, row by row.
-    embed: of the tokens that a router reads.
-    head: its LM head, ``[…, d] → […, S]``.
-    ids: ``[S]`` int64, the target's tokens of its rows; the first S if None.
-    embedding_size, feature_size: e and d.
-    after_head: the scale or cap of its logits, if there is one.
     """
 
     run: Callable[[Tensor, Tensor], Iterator[Rollout]]
-    embed: nn.Module
-    head: nn.Module
-    ids: Tensor | None
-    embedding_size: int
-    feature_size: int
-    after_head: Callable[[Tensor], Tensor] | None
+    embed: nn.Module  # of the tokens that a router reads
+    head: nn.Module  # its LM head, […, d] → […, S]
+    ids: Tensor | None  # [S] int64, the target's tokens of its rows; the first S if None
+    embedding_size: int  # e
+    feature_size: int  # d
+    after_head: Callable[[Tensor], Tensor] | None  # the scale or cap of its logits, if there is one
 
     def logits(self, out: Tensor) -> Tensor:
         """``[…, d]`` → ``[…, S]`` float32."""
@@ -66,23 +57,15 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a drafter's whole LM head says at every depth of every position; tokens are places in its vocabulary.
+    """What a drafter's whole LM head says at every depth of every position; tokens are places in its vocabulary."""
 
-    begins: ``[B, T]`` bool, the positions, P in all.
-    tokens: ``[P, K]`` int64, of the nodes, ids of the target.
-    hidden: ``[P, K, d]``, as a router reads them.
-    best: ``[P, K, R]`` int64, the R likeliest tokens; log_q: their log probabilities, float32.
-    label: ``[P, K]`` int64, the target's token; S if the drafter's vocabulary does not have it; −1 where there is none.
-    seen: ``[P, K, R]`` bool, whether a token of ``best`` is in the text up to the root.
-    """
-
-    begins: Tensor
-    tokens: Tensor
-    hidden: Tensor
-    best: Tensor
-    log_q: Tensor
-    label: Tensor
-    seen: Tensor
+    begins: Tensor  # [B, T] bool, the positions, P in all
+    tokens: Tensor  # [P, K] int64, of the nodes, ids of the target
+    hidden: Tensor  # [P, K, d], as a router reads them
+    best: Tensor  # [P, K, R] int64, the R likeliest tokens
+    log_q: Tensor  # [P, K, R] float32, their log probabilities
+    label: Tensor  # [P, K] int64, the target's token; S if the drafter's vocabulary lacks it; −1 where there is none
+    seen: Tensor  # [P, K, R] bool, whether a token of best is in the text up to the root
     outputs: int  # S
 
     def tensors(self) -> dict[str, Tensor]:
@@ -108,16 +91,9 @@ def record(
     batch_size: int = 4,
     on_done: Callable[[int], None] | None = None,
 ) -> Recorded:
-    """Record a drafter on texts, on the CPU.
-
-    Args:
-        tokens, supervised: ``[B, T]`` as :func:`draftsmith.inference.engine.answers.answer` returns them.
-        best: R, at most S.
-        dtype: of the hidden states that are kept.
-        on_done: called with the number of sequences done so far.
-    """
-    begins = torch.zeros_like(supervised)
-    begins[:, :-1] = supervised[:, 1:]
+    """Record a drafter on texts ``[B, T]``, on the CPU, with R = ``best`` tokens, at most S, and hidden states of
+    ``dtype``. ``on_done`` is called with the number of sequences done so far."""
+    begins = F.pad(supervised[:, 1:], (0, 1))
     parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)
     for start in range(0, len(tokens), batch_size):
@@ -145,20 +121,17 @@ def record(
 
 @dataclass(frozen=True)
 class Kept:
-    """What shortlists keep of a whole LM head.
+    """What shortlists keep of a whole LM head, by depth.
 
     ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.drafters.ranks.head_ranks`; a label not among the R
         recorded tokens counts as missed.
-    tokens: by depth, the mean number of tokens; of ``in_context``, the most that there may be.
-    top1, top10: by depth, the share of the whole head's likeliest token, and of its ten likeliest, that are inside.
-    dropped: by depth, the share of the wanted clusters' tokens that do not fit.
     """
 
     ranks: Tensor
-    tokens: list[float]
-    top1: list[float]
-    top10: list[float]
-    dropped: list[float]
+    tokens: list[float]  # the mean number of tokens; of in_context, the most that there may be
+    top1: list[float]  # the share of the whole head's likeliest token that is inside
+    top10: list[float]  # and of its ten likeliest
+    dropped: list[float]  # the share of the wanted clusters' tokens that do not fit
 
 
 @torch.no_grad()
@@ -166,7 +139,7 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     """Apply shortlists to what was recorded, each node having its own; None: the whole head."""
     device = next(embed.parameters()).device
     columns = list[Tensor]()
-    sums = torch.zeros(5, recorded.label.shape[1], dtype=torch.float64)
+    sums = torch.zeros(5, recorded.label.shape[1], dtype=torch.float64)  # tokens, dropped, top1, top10, count
     for k, label in enumerate(recorded.label.unbind(1)):
         nodes = (label >= 0).nonzero()[:, 0]  # where a step begins and the answer has a token for this depth
         best, label = recorded.best[nodes, k], label[nodes]
@@ -193,5 +166,4 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     ranks[recorded.begins] = torch.stack(columns, 1)
     tokens, dropped, top1, top10, count = sums.clamp(min=1e-9)
     shares = tokens / count, top1 / count, top10 / count, dropped / (tokens + dropped)
-    size, first, ten, left_out = ([round(float(x), 4) for x in share] for share in shares)
-    return Kept(ranks, size, first, ten, left_out)
+    return Kept(ranks, *([round(float(x), 4) for x in share] for share in shares))

@@ -31,7 +31,7 @@ class Shortlists:
         head: the drafter's LM head, ``[…, d] → […, S]``.
         ids: ``[S]`` int64, the target's tokens of the head's rows; the first S if None.
         vocabulary: V.
-        after_head: the scale or cap of the target's logits, if there is one.
+        after_head: :func:`after_head_of` the model of the head.
 
     Raises:
         ValueError: the head has another number of rows, or is no plain matrix.
@@ -100,12 +100,8 @@ class Shortlists:
             self.read(tree.tokens.gather(1, path.masked_fill(beyond, 0)))
 
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> None:
-        """Choose the shortlist of a level's nodes; :meth:`logits` has it next.
-
-        Args:
-            embeddings: ``[B, n, e]`` of their tokens.
-            hidden: ``[B, n, d]`` that the drafter continues from.
-        """
+        """Choose the shortlist of a level's nodes by the embeddings ``[B, n, e]`` of their tokens and the hidden states
+        ``[B, n, d]`` that the drafter continues from; :meth:`logits` has it next."""
         self.depth, self.rows = depth, None
         count = self.config.tokens(depth)
         if self.config.shortlist == "in_context":
@@ -169,11 +165,7 @@ class Shortlists:
 
 
 def check_router(shortlist: ShortlistHead, embedding_size: int, feature_size: int) -> None:
-    """Check that a router, if there is one, reads vectors of a drafter's widths.
-
-    Raises:
-        ValueError: it reads others.
-    """
+    """Raise a ValueError if there is a router, and it reads vectors of other widths than a drafter's."""
     reads, own = shortlist.config, (embedding_size, feature_size)
     if shortlist.router is not None and (reads.embedding_size, reads.feature_size) != own:
         raise ValueError(

@@ -16,19 +16,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, drafts
-from draftsmith.inference.drafters.levels import step_time
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import (
-    accuracy,
-    best_trees,
-    chained_ranks,
-    coverage,
-    matched_answers,
-    next_token_ranks,
-    overlap,
-    simulate_ensemble,
-)
+from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
 from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
@@ -39,15 +29,10 @@ from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
 
 DEPTH = 8  # K: of the deepest tree that is calibrated
-NODES = (2, 4, 8, 16, 32, 64)  # of the trees whose expected τ tree.json records
 
 
 def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """Check an ensemble's own fields and its draft vocabulary.
-
-    Raises:
-        ValueError: a field is missing or damaged, or the weights are not those that the config promises.
-    """
+    """Raise a ValueError unless an ensemble's own fields are right, and its weights those that the config promises."""
     file = folder / "config.json"
 
     def check(field: str, what: str, fits: bool) -> None:
@@ -91,18 +76,12 @@ def _are_shares(value: Any, count: int) -> bool:
 
 @dataclass(frozen=True)
 class Ensemble:
-    """A loaded ensemble.
+    """A loaded ensemble."""
 
-    models: its SSMs by the names of their folders.
-    draft_vocab: ``[D]`` int64 ids that they draft; None for the whole vocabulary.
-    mark_tokens: first tokens of an answer by which training marked it.
-    shortlist: of the LM head of its only SSM; None for the whole head.
-    """
-
-    models: dict[str, Target]
-    draft_vocab: Tensor | None
-    mark_tokens: int
-    shortlist: ShortlistHead | None = None
+    models: dict[str, Target]  # its SSMs by the names of their folders
+    draft_vocab: Tensor | None  # [D] int64 ids that they draft; None for the whole vocabulary
+    mark_tokens: int  # first tokens of an answer by which training marked it
+    shortlist: ShortlistHead | None = None  # of the LM head of its only SSM; None for the whole head
     _first: dict[str, DraftModelDrafter] = field(default_factory=dict)  # by SSM: the LM head's rows are copied once
 
     def drafter(self, part: str, target: Target, tree: Sequence[int] | Topology, **options: Any) -> DraftModelDrafter:
@@ -134,24 +113,14 @@ def load_ensemble(
     trust_remote_code: bool = False,
     shortlist: ShortlistHead | None = None,
 ) -> Ensemble:
-    """The SSMs of a checked folder (:func:`check_config`), on the target's device and in its dtype.
-
-    Args:
-        parts: the SSMs to load; all if None.
-        shortlist: of an ensemble of one.
-
-    Raises:
-        FileNotFoundError, ValueError: an SSM is damaged, no causal LM, or of another vocabulary than the target.
-    """
+    """The SSMs of a checked folder (:func:`check_config`), or those in ``parts``, on the target's device and in its
+    dtype. ``shortlist``: of an ensemble of one."""
     models: dict[str, Target] = {}
     ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
+    device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
     for part in config["parts"] if parts is None else parts:
-        model = models[part] = load_target(
-            str(folder / part),
-            device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_target(str(folder / part), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        models[part] = model
         check_vocabulary(model, target)
         if ids is not None and int(ids[-1]) >= model.vocab_size:
             raise ValueError(
@@ -172,12 +141,7 @@ def open_drafter(
     merged: bool,
     shortlist: ShortlistHead | None = None,
 ) -> Part:
-    """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such tree, it is damaged, or it does not fit the SSMs; or the config
-            or the draft vocabulary is damaged; or there are shortlists and several SSMs.
-    """
+    """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded."""
     assert tree is not None
     check_config(folder, config, weights)
     if shortlist is not None:
@@ -198,11 +162,6 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """What shortlists are made for.
-
-    Raises:
-        FileNotFoundError, ValueError: there are several SSMs, or it is damaged, or does not fit the target.
-    """
     check_config(folder, config, weights)
     _check_single(folder, config)
     ensemble = load_ensemble(folder, config, weights, target)
@@ -251,21 +210,10 @@ class _Calibrated:
         return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
 
     def facts(self, ranks: Tensor) -> dict[str, Any]:
-        matched = torch.cat(self.matched, 1)
-        trees = {nodes: best_trees(ranks, nodes) for nodes in NODES}
-        return {
-            "accuracy_by_ssm_depth_and_rank": [accuracy(of_ssm) for of_ssm in ranks.unbind(2)],
-            "coverage": coverage(matched),
-            "overlap": overlap(matched),
-            "mark_tokens": self.ensemble.mark_tokens,
-            "answers": matched.shape[1],
-            "mean_accepted_length_by_nodes": {
-                nodes: round(simulate_ensemble(of_size, ranks), 4) for nodes, of_size in trees.items()
-            },
-        }
+        return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)
 
     def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return step_time(costs, [self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
+        return costs.tree_time([self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
 
 
 def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,9 @@ def answer(
     on_done: Callable[[float], None] | None = None,
     lean: bool | None = None,
 ) -> dict[str, Tensor]:
-    """Greedy continuations by the engine, padded to the length of the longest.
+    """Greedy continuations by the engine, ``batch_size`` at once, padded to the length of the longest.
 
     Args:
-        batch_size: how many are decoded at once.
         on_done: called after each step of each prompt with the number of prompts done so far; an unfinished one counts
             by its share of ``new_tokens``, so that the number grows as evenly as the work.
         lean: as :class:`SpeculativeDecoder` takes it.

@@ -64,24 +64,19 @@ class _Times:
 
 @dataclass
 class _Source:
-    """What is known of a drafter.
+    """What is known of a drafter; gain, nodes and levels are moving averages over the steps in which it was asked.
 
-    passes: times of its passes by level.
-    gain, nodes, levels: moving averages over the steps in which it was asked: expected further tokens of a row, nodes
-        that this takes, and passes.
-    asked, waited: steps in which it was asked, and in which it was not since.
-    trial: it is asked because it waited: for one level, whose estimates are not corrected.
-    paid: so it was, and what came true would have paid: it is asked in the next step, too, on trial as long as its
-        corrected estimates say that it does not pay.
+    paid: it was asked on trial, and what came true would have paid: it is asked in the next step, too, on trial as long
+        as its corrected estimates say that it does not pay.
     """
 
-    passes: list[_Times]
-    gain: float = 0.0
-    nodes: float = 1.0
-    levels: float = 1.0
-    asked: int = 0
-    waited: int = 0
-    trial: bool = False
+    passes: list[_Times]  # by level
+    gain: float = 0.0  # expected further tokens of a row
+    nodes: float = 1.0  # that this takes
+    levels: float = 1.0  # and passes
+    asked: int = 0  # steps in which it was asked
+    waited: int = 0  # and in which it was not since
+    trial: bool = False  # it is asked because it waited: for one level, whose estimates are not corrected
     paid: bool = False
 
 
@@ -90,11 +85,8 @@ class Budget:
 
     Args:
         costs: t(B, S, N), seconds of the target's steps.
-        rows: B.
         learns: of each source, whether it corrects its estimates itself.
-        max_depth: D of any tree.
-        limit: nodes of a tree, at most.
-        clock: seconds.
+        max_depth, limit: D and nodes of any tree.
 
     misjudged: plain steps take far less than measured, and so may the others: the costs had better be measured again.
     """
@@ -131,19 +123,13 @@ class Budget:
         self.corrections.clear()
 
     def begin(self, rows: slice) -> None:
-        """New texts begin in these rows."""
         for row in range(rows.start, rows.stop):
             self.came_true[:, row] = self.estimated[:, row] = 0
             self._correct(row)
 
     def start(self, lengths: Sequence[int], active: Sequence[bool], most: int | None = None) -> None:
-        """A step begins.
-
-        Args:
-            lengths: cached tokens of each row, 0 where there is no text.
-            active: whether each row has a text.
-            most: nodes of this step's trees, at most.
-        """
+        """A step begins, of rows with so many cached tokens (0 where there is no text). ``active``: whether each has a
+        text; ``most``: nodes of the step's trees, at most."""
         self.most = self.limit if most is None else min(most, self.limit)
         self.active, self.weights = active, None if all(active) else torch.tensor(active)[:, None].float()
         self.tokens = self.roots = float(sum(active))  # expected of all rows
@@ -187,12 +173,8 @@ class Budget:
         return True
 
     def another_level(self, number: int, acceptance: Tensor, depth: Tensor) -> bool:
-        """Whether a drafter that is asked drafts another level.
-
-        Args:
-            acceptance: ``[B, M]`` of all candidates so far, the root included.
-            depth: ``[1 or B, M]`` of them.
-        """
+        """Whether a drafter that is asked drafts another level, after candidates of these acceptance probabilities
+        ``[B, M]`` and depths ``[1 or B, M]``, the root included."""
         self._passed(number)
         if self.sources[number].trial:
             self.ended = True
@@ -227,9 +209,9 @@ class Budget:
         rate = max(RATE, 1 / source.asked)
         if source.trial:  # what was known of it before no longer counts
             gain, rate = gain * float(self.factors[number, :, 1].mean()), 1.0
-        for name, value in (("gain", gain / max(self.roots, 1.0)), ("nodes", count - 1), ("levels", self.level)):
-            known = getattr(source, name)
-            setattr(source, name, known + rate * (value - known))
+        source.gain += rate * (gain / max(self.roots, 1.0) - source.gain)
+        source.nodes += rate * (count - 1 - source.nodes)
+        source.levels += rate * (self.level - source.levels)
         self.drafting, self.tokens, self.nodes = self.drafting + cost, self.tokens + gain, self.nodes + count - 1
 
     def corrected(self, number: int, acceptance: Tensor, depth: Tensor) -> Tensor:
@@ -258,8 +240,8 @@ class Budget:
 
         Args:
             paths, lengths: nodes of each row's accepted path, and how many of them below the root are accepted.
-            parents, acceptance: of each row's nodes; padding has an acceptance of 0.
-            sources: of each node, the bits of its drafters; None: the only one.
+            parents, acceptance, sources: of each row's nodes; padding has an acceptance of 0. Without sources there is
+                one drafter.
         """
         hits = [0] * len(self.sources)
         for row, (path, length) in enumerate(zip(paths, lengths, strict=True)):
@@ -403,11 +385,8 @@ class Sizes:
         self.seconds[count].add(seconds)
 
     def committed(self, count: int, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
-        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count.
-
-        Args:
-            expected: of each row, the expected tokens of each size; not read where nothing was drafted.
-        """
+        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count. ``expected``:
+        by row, the expected tokens of each size; not read where nothing was drafted."""
         rows = [row for row, number in enumerate(tokens) if number > 0]
         if not rows or count == 1:
             return

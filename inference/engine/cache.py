@@ -137,12 +137,8 @@ class KVCache(Cache):
             to.copy_(source)
 
     def copy(self, other: "KVCache", places: Tensor, slots: Tensor) -> None:
-        """Copy K/V of another cache of the same model and rows, in every layer.
-
-        Args:
-            places: ``[B, A]`` int64, slots there.
-            slots: ``[B, A]`` int64, slots here.
-        """
+        """Copy K/V of another cache of the same model and rows, in every layer, from ``places`` there to ``slots``
+        here: ``[B, A]`` int64 each."""
         for to, source in zip(self._storages, other._storages, strict=True):
             at = torch.arange(self.rows, device=to.device)[:, None]
             place, slot = places.to(to.device), slots.to(to.device)
@@ -154,13 +150,8 @@ class KVCache(Cache):
         return [storage[:, :, row, :, start:end] for storage in self._storages]
 
     def commit(self, path: Tensor, length: Tensor) -> None:
-        """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d.
-
-        Args:
-            path: ``[B, A]`` int64 node numbers by depth, the root's (0) first; entries beyond the accepted length
-                are not read.
-            length: ``[B]`` int64 number of accepted drafted tokens.
-        """
+        """Move the accepted nodes' K/V next to the prefix, in every layer: slot L + path[d] → L + d. ``path [B, A]``
+        and ``length [B]`` are those of a ``Verdict``; entries of a path beyond the length are not read."""
         for storage in self._storages:
             parts = (part.to(storage.device) for part in (self.lengths, path, length))
             commit(storage, *parts)

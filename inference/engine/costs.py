@@ -10,22 +10,16 @@ B · S cached tokens once, and has each of the N nodes attend to them.
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.engine.runner import engine_attention, find_lean
-from draftsmith.inference.engine.step import (
-    Step,
-    capacity_for,
-    on_device,
-    refuse_synchronisation,
-    static_by_default,
-    why_no_graph,
-)
-from draftsmith.inference.verify.tree import StaticTree, TokenTree, chain
+from draftsmith.inference.engine.runner import engine_attention, find_lean, refuse_synchronisation, why_no_graph
+from draftsmith.inference.engine.step import Step, capacity_for, on_device, static_by_default
+from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, chain
 from draftsmith.kernels.measured import gpu_seconds, read_measured, write_measured
 from draftsmith.models.target import Target
 
@@ -75,6 +69,19 @@ class StepCosts:
         attention = (cached - CONTEXT) * batch * (self.per_key + self.per_key_and_node * nodes)
         return max(0.0, self.plain_seconds * self.relative(batch * nodes) + attention)
 
+    def tree_time(self, passes: Sequence[float]) -> Callable[[Sequence[Topology]], float]:
+        """``Calibration.step_time`` of drafters whose every level takes a forward pass. ``passes``: of each drafter,
+        the time of one with one row, in plain steps; more rows cost in proportion what they cost the target."""
+
+        def time(trees: Sequence[Topology]) -> float:
+            total = self.relative(1 + sum(len(tree.paths) for tree in trees))
+            for each, tree in zip(passes, trees, strict=True):
+                parents = Counter(len(path) for path in {path[:-1] for path in tree.paths})  # by depth
+                total += each * sum(self.relative(count) for count in parents.values())
+            return total
+
+        return time
+
 
 class _Chain(Drafter):
     """A chain of ``nodes`` equal tokens, for timing."""
@@ -89,16 +96,19 @@ class _Chain(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
+def _chain_step(target: Target, lean: bool | None, rows: int, cached: int, nodes: int) -> Step:
+    """A step whose rows all have a text of ``cached`` tokens."""
+    drafter = _Chain(nodes, target.device)
+    capacity, static = capacity_for(cached, drafter), static_by_default(target)
+    step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
+    step.active.fill_(True)
+    return step
+
+
 def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False, tries: int = TRIES) -> StepCosts:
-    """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder.
-
-    Measurements of fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine) are not kept.
-
-    Args:
-        lean: as :class:`draftsmith.inference.engine.engine.SpeculativeDecoder` takes it.
-        remeasure: measure, for longer, even if the costs are known.
-        tries: how often the costs may be measured ``again``.
-    """
+    """Costs of this target's steps on this machine, measured once (about a second) and kept in the cache folder, except
+    by fewer than ``MIN_ROUNDS`` rounds (a large target, a busy machine). ``remeasure``: measure, for longer, even if
+    they are known; ``tries``: how often they may be measured ``again``."""
     found = find_lean(target, lean)
     decoder = "transformers" if isinstance(found, str) else "lean" if found.native is None else "lean, cpu.cpp"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
@@ -135,9 +145,8 @@ class ContextCosts:
     lengths and numbers of nodes at which it was measured. Keys and values that the processor's caches hold cost less,
     so that it is measured for each batch size.
 
-    Args:
-        known: the products' costs.
-        measured: seconds by (B, S, N), of each batch size at the same lengths and numbers of nodes.
+    ``known``: the products' costs; ``measured``: seconds by (B, S, N), of each batch size at the same lengths and
+    numbers of nodes.
     """
 
     def __init__(self, known: StepCosts, measured: Mapping[tuple[int, int, int], float]) -> None:
@@ -182,10 +191,7 @@ def context_costs(
     measured: dict[tuple[int, int, int], float] = {}
     with engine_attention([target]):
         for rows, cached, nodes in itertools.product(sorted({1, *batches}), lengths, (1, 5)):
-            drafter = _Chain(nodes, target.device)
-            capacity, static = capacity_for(cached, drafter), static_by_default(target)
-            step = Step(target, drafter, "greedy", rows, capacity, static=static, lean=lean)
-            step.active.fill_(True)
+            step = _chain_step(target, lean, rows, cached, nodes)
             measured[rows, cached, nodes] = min(_time(step, cached) for _ in range(7))
     return ContextCosts(known, measured)
 
@@ -205,12 +211,9 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCost
         for _, shape in itertools.product(range(ROUNDS), shapes):
             if deadline and time.perf_counter() > deadline:
                 break
-            cached, size = shape
+            cached, _ = shape
             if shape not in steps:
-                drafter = _Chain(size, target.device)
-                capacity, static = capacity_for(cached, drafter), static_by_default(target)
-                steps[shape] = Step(target, drafter, "greedy", 1, capacity, static=static, lean=lean)
-                steps[shape].active.fill_(True)
+                steps[shape] = _chain_step(target, lean, 1, *shape)
                 _time(steps[shape], cached)  # the first step allocates, tunes and captures
             seconds = min(_time(steps[shape], cached) for _ in range(REPEATS))
             fastest[shape] = min(seconds, fastest.get(shape, seconds))

@@ -6,7 +6,7 @@ described in :mod:`draftsmith.inference.engine.step`. Plain decoding is the same
 
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
 from draftsmith.inference.engine.step import (
-    PHASES,
     Clock,
     OnTree,
     ReadCommitted,
@@ -115,7 +114,7 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(Clock.PHASES, 0.0)
         self.static = compiled or (static_by_default(target) if static is None else static)
         self.compiled, self.lean = compiled, lean
         if lean:
@@ -151,10 +150,9 @@ class SpeculativeDecoder:
         on_tree: OnTree | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decode prompts with the same limits and stops. See :meth:`serve`.
+        """Decode prompts with the same limits and stops, see :class:`Request` and :meth:`serve`.
 
         Args:
-            max_new_tokens: limit per prompt.
             sampling: sampling parameters of all prompts, or one for each.
             batch_size: number of prompts decoded at once; all if left out.
 
@@ -235,11 +233,10 @@ class SpeculativeDecoder:
             return []
         capacity = capacity_for(max_length, self.drafter)
         clock = Clock(self.seconds, self.target.device, on_tree) if instrument or on_tree else None
-        results: list[Generation] = []
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
-            queue = _Queue(self, step, iter(requests), max_length, results, on_tokens, on_step, on_end)
+            queue = _Queue(self, step, iter(requests), max_length, on_tokens, on_step, on_end)
             launched: deque[tuple[ReadCommitted, list[_Text | None], int]] = deque()
             try:
                 queue.fill(clock)
@@ -254,14 +251,10 @@ class SpeculativeDecoder:
             except FloatingPointError:
                 self._step = None  # its cache may hold NaN, which no mask removes
                 raise
-        return results
+        return queue.results
 
     def _length(self, number: int, request: Request) -> int:
-        """Number of tokens of a request's prompt and answer.
-
-        Raises:
-            ValueError: the request is not valid; the message has its number, from 1.
-        """
+        """Tokens of a request's prompt and answer; a ValueError with its number, from 1, if it is not valid."""
         where, context, vocabulary = f"prompt {number + 1}", self.target.context, self.target.vocab_size
         if not isinstance(request, Request):
             raise ValueError(f"{where} is of type {type(request).__name__}; give a Request")
@@ -270,8 +263,7 @@ class SpeculativeDecoder:
         prompt = len(request.prompt)
         if not prompt:
             raise ValueError(f"{where} is empty; give it at least one token")
-        wrong = _wrong_id(request.prompt, vocabulary)
-        if wrong:
+        if wrong := _wrong_id(request.prompt, vocabulary):
             raise ValueError(f"{where}: token {wrong}")
         if prompt >= context:
             raise ValueError(
@@ -284,12 +276,10 @@ class SpeculativeDecoder:
         if not isinstance(request.sampling, Sampling):
             raise ValueError(f"{where}: sampling is of type {type(request.sampling).__name__}; give a Sampling")
         stops, strings = request.stop_ids, request.stop_strings
-        if stops is not None:
-            if not (isinstance(stops, Set) or _is_list(stops)):
-                raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")
-            wrong = _wrong_id(stops, vocabulary)
-            if wrong:
-                raise ValueError(f"{where}: stop id {wrong}")
+        if stops is not None and not (isinstance(stops, Set) or _is_list(stops)):
+            raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")
+        if wrong := _wrong_id(stops or (), vocabulary):
+            raise ValueError(f"{where}: stop id {wrong}")
         if not (_is_list(strings) and all(isinstance(string, str) for string in strings)):
             raise ValueError(f"{where}: stop_strings {strings!r}: must be a list of texts")
         if "" in strings:
@@ -315,16 +305,8 @@ class SpeculativeDecoder:
             if self.static:
                 # Rounded up, so that the next call can reuse captured graphs and compiled code.
                 capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
-            self._step = step = Step(
-                self.target,
-                self.drafter,
-                mode,
-                rows,
-                capacity,
-                static=self.static,
-                compiled=self.compiled,
-                lean=self.lean,
-            )
+            options: dict[str, Any] = {"static": self.static, "compiled": self.compiled, "lean": self.lean}
+            self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step
 
 
@@ -360,24 +342,22 @@ class _Text:
     result: Generation = field(default_factory=Generation)
 
 
+@dataclass
 class _Queue:
     """The waiting requests, and the texts in the rows of a batch."""
 
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        step: Step,
-        waiting: Iterable[Request],
-        max_length: int,
-        results: list[Generation],
-        on_tokens: Callable[[int, list[int]], None] | None,
-        on_step: Callable[[int, Generation], None] | None,
-        on_end: Callable[[int, Generation], None] | None,
-    ) -> None:
-        self.decoder, self.step, self.waiting, self.max_length = decoder, step, iter(waiting), max_length
-        self.results, self.on_tokens, self.on_step, self.on_end = results, on_tokens, on_step, on_end
-        self.texts: list[_Text | None] = [None] * step.rows
-        step.reset()
+    decoder: SpeculativeDecoder
+    step: Step
+    waiting: Iterator[Request]
+    max_length: int
+    on_tokens: Callable[[int, list[int]], None] | None
+    on_step: Callable[[int, Generation], None] | None
+    on_end: Callable[[int, Generation], None] | None
+    results: list[Generation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.texts: list[_Text | None] = [None] * self.step.rows
+        self.step.reset()
 
     @property
     def busy(self) -> bool:
@@ -386,12 +366,10 @@ class _Queue:
     def fill(self, clock: Clock | None) -> None:
         """Begin requests in free rows, until no row is free or no request waits."""
         while new := self._next_texts():
-            begin = new[0][0]
-            texts = [text for _, text in new]
-            requests = [text.request for text in texts]
-            rows = slice(begin, begin + len(new))
+            rows = slice(new[0][0], new[0][0] + len(new))
+            requests = [text.request for _, text in new]
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
-            for row, text, token in zip(range(rows.start, rows.stop), texts, first, strict=True):
+            for (row, text), token in zip(new, first, strict=True):
                 if token < 0:
                     raise self._not_finite(text)
                 self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
@@ -429,13 +407,8 @@ class _Queue:
         return new
 
     def take(self, committed: list[list[int]], texts: list[_Text | None], nodes: int) -> None:
-        """Add the tokens that a step committed to the texts of its rows.
-
-        Args:
-            committed: rows of ``Step.committed``.
-            texts: the text of each row when the step was launched; it may have ended since.
-            nodes: of the step's trees, roots included.
-        """
+        """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
+        texts that the rows had when it was launched; they may have ended since."""
         depth = self.decoder.drafter.max_depth
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
             if text is not None and not text.result.finish_reason:
@@ -450,13 +423,8 @@ class _Queue:
                     text.result.drafted += nodes - 1
 
     def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
-        """Add a step's counts by source.
-
-        Args:
-            accepted: source bits of the accepted tokens.
-            drafted: number of drafted nodes.
-            proposed: number of nodes that each source proposed.
-        """
+        """Add a step's counts by source: ``accepted`` has the source bits of the accepted tokens, ``drafted`` is the
+        number of drafted nodes, ``proposed`` the number of those that each source proposed."""
         result.drafted += drafted
         if not result.proposed:
             result.proposed, result.accepted_from = [0] * len(proposed), [0] * len(proposed)

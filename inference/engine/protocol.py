@@ -26,34 +26,26 @@ if TYPE_CHECKING:
 class State:
     """Device buffers per row that a drafter reads.
 
-    root: ``[B]`` int64, the last committed token, whose K/V is not cached yet.
-    length: ``[B]`` int64, cached tokens.
     feature: ``[B, F]``, the target's last hidden state that predicted the root, then the inputs of the captured layers.
-    active: ``[B]`` bool, False in rows without a text; their trees are ignored.
     settings: sampling parameters by row, for a drafter that draws at random (multi-step sampling); None otherwise.
     step: ``[B]`` int64, number of steps of each row's text so far; with the seed it selects the random numbers.
-    stream: number of the drafter's random stream, at least 1 (the verifier's is 0).
-    weighs: whether the tree's ``acceptance`` is read; else a drafter may leave it out.
     plans: of the attention kernel for this step, whose forward passes have prefixes of at most ``length``.
     noise: of coupled sampling, under which a drafter proposes its best tokens; None in other modes.
-    budget: what decides how many nodes an eager step drafts; None: all.
-    source: the drafter's number in it.
-    merged: another drafter merges the tree with others.
     """
 
-    root: Tensor
-    length: Tensor
+    root: Tensor  # [B] int64, the last committed token, whose K/V is not cached yet
+    length: Tensor  # [B] int64, cached tokens
     feature: Tensor
-    active: Tensor
+    active: Tensor  # [B] bool, False in rows without a text; their trees are ignored
     settings: Settings | None
     step: Tensor
-    stream: int = 1
-    weighs: bool = True
+    stream: int = 1  # number of the drafter's random stream, at least 1 (the verifier's is 0)
+    weighs: bool = True  # whether the tree's acceptance is read; else a drafter may leave it out
     plans: Plans | None = None
     noise: Noise | None = None
-    budget: "Budget | None" = None
-    source: int = 0
-    merged: bool = False
+    budget: "Budget | None" = None  # what decides how many nodes an eager step drafts; None: all
+    source: int = 0  # the drafter's number in it
+    merged: bool = False  # another drafter merges the tree with others
 
 
 class Drafter(Protocol):
@@ -61,66 +53,52 @@ class Drafter(Protocol):
 
     A drafter with caches or buffers belongs to one decoder at a time.
 
-    num_nodes, max_depth, branching: upper bounds of its trees' nodes (root included), depth, and draws per node.
     static: ``propose`` and ``absorb`` can run with fixed shapes and without host synchronisation (if ``allocate`` asks
         for it), so that a CUDA graph can capture them.
-    captures: layers of the target whose input it also reads; F = d · (1 + number of layers).
-    models: other causal LMs that it runs; the engine installs its attention in them.
     random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
     learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
         probabilities of its nodes by what comes true in a text itself.
-    weighs: its trees have ``acceptance`` where the state asks for it.
     raced: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of it.
     chooses: steps leave out the nodes that do not pay; for eager ones it also needs ``costs``, of the target's steps.
     """
 
-    num_nodes: int
-    max_depth: int
-    branching: int
+    num_nodes: int  # of its trees, root included, at most
+    max_depth: int  # of its trees
+    branching: int  # draws of a node, at most
     static: bool
-    captures: Sequence[int] = ()
-    models: Sequence[Target] = ()
+    captures: Sequence[int] = ()  # layers of the target whose input it also reads; F = d · (1 + number of layers)
+    models: Sequence[Target] = ()  # other causal LMs that it runs; the engine installs its attention in them
     sources: Sequence[str] = ()
     random: bool = False
     learns: bool = False
     source_learns: Sequence[bool] = ()
     costs: "StepCosts | None" = None
-    weighs: bool = True
+    weighs: bool = True  # its trees have acceptance where the state asks for it
     raced: bool = False
     chooses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        """Allocate caches and buffers for the rows and capacity of the target's cache; its ``lengths`` may be shared.
-
-        Called before the first text, and again when the engine's own buffers change.
+        """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
+        before the first text, and again when the engine's own buffers change.
 
         Args:
-            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper. Any
-                ``StaticTree`` that it fills has to be made for this depth.
+            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper.
             static: as described for the class.
         """
 
     def buffers(self) -> Sequence[Tensor]:
-        """Tensors that a step changes and the next one reads, except K/V beyond a row's length.
-
-        Restoring them undoes the steps that warm up a graph capture.
-        """
+        """Tensors that a step changes and the next one reads, except K/V beyond a row's length: restoring them undoes
+        the steps that warm up a graph capture."""
         return ()
 
     def begin(self, rows: slice) -> None:
         """Start new texts in these rows; ``prefill`` follows with their prompts."""
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
-        """Read a chunk of the prompts that begin in ``rows``.
-
-        Shorter prompts are padded; each row's true length is known at the first ``propose``.
-
-        Args:
-            features: ``[b, T, F]``, of the tokens.
-            tokens: ``[b, T]`` int64.
-            start: position of the first token.
-        """
+        """Read a chunk of the prompts that begin in ``rows``: ``tokens [b, T]`` int64 from position ``start`` on, and
+        their features ``[b, T, F]``. Shorter prompts are padded; each row's true length is known at the first
+        ``propose``."""
 
     def prepare(self, state: State) -> None:
         """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge ``state`` is the
@@ -138,12 +116,8 @@ class Drafter(Protocol):
         return type(self).absorb is not Drafter.absorb
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        """Update the drafter's state after verification; ``state`` is still that of ``propose``.
-
-        Args:
-            verdict: what was accepted; if ``own_path`` is given, ``tree`` also holds other drafters' nodes.
-            features: ``[B, N, F]``, of the tree's nodes.
-        """
+        """Update the drafter's state after verification; ``state`` is still that of ``propose``. If the verdict has an
+        ``own_path``, ``tree`` also holds other drafters' nodes. ``features``: ``[B, N, F]``, of the tree's nodes."""
 
     def end(self, row: int) -> None:
         """End the text in this row; steps continue there with an empty prefix until another text begins."""

@@ -35,6 +35,8 @@ from draftsmith.models.target import Target, cache_argument
 ATTENTION = "draftsmith_tree"
 # On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
 COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
+# In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
+_NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 
 
 def _attention(
@@ -81,14 +83,8 @@ def engine_attention(models: Sequence[Target]) -> Iterator[None]:
 
 
 def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
-    """The target's lean decoder, or the reason why the model's own modules run instead.
-
-    Args:
-        lean: False asks for the model's own modules, True for the lean decoder, None for lean where there is one.
-
-    Raises:
-        ValueError: the lean decoder is asked for (True), and there is none.
-    """
+    """The target's lean decoder, or the reason why the model's own modules run instead. ``lean``: False asks for these,
+    True for the lean decoder (a ValueError if there is none), None for lean where there is one."""
     decoder = "as requested" if lean is False else lean_decoder(target)
     if lean and isinstance(decoder, str):
         raise ValueError(f"target '{target.name}' has no lean decoder: {decoder}; use --decoder auto (lean=None)")
@@ -103,10 +99,7 @@ class Runner:
         static: forward passes of trees attend to the whole cache, without host synchronisation.
         compiled: run forward passes that have the same shape at every step by ``torch.compile``; the first of each
             shape is compared with the modules' own, which run where it differs by more than rounding.
-        lean: run the lean decoder (True), the model's own modules (False), or lean where there is one (None).
-
-    Raises:
-        ValueError: the lean decoder is asked for, and there is none.
+        lean: as :func:`find_lean` takes it.
     """
 
     def __init__(
@@ -149,19 +142,13 @@ class Runner:
     def forward_chunk(
         self, tokens: Tensor, start: int, captures: Sequence[int] = (), observer: Observer | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window.
-
-        Args:
-            observer: called in each layer, in their order, once its keys and values are in the cache.
-
-        Returns:
-            As :meth:`forward`.
-        """
+        """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window. ``observer``
+        is called in each layer, in their order, once its keys and values are in the cache; the rest is as in
+        :meth:`forward`."""
         rows, count = tokens.shape
         target, seen = self.target, start + count
         slots = self.numbers[None, start:seen]
-        biases: Mapping[int, Tensor | None] | None = None
-        tree_keys: TreeKeys | None = None
+        biases, tree_keys = None, None
         if self.kernel and not self.on_cpu and observer is None:
             if self._chain.shape[1] < count:
                 self._chain = causal_ancestors(count, target.device)
@@ -203,19 +190,16 @@ class Runner:
             mask: ``[B, Q, T]`` bool, ``ancestors`` unpacked, if already computed.
             fixed: ``mask`` is the same, never changing tensor at every call with this Q and T.
             sees_all: every query sees all T nodes (one node; the end of a chain).
-            captures: as :meth:`forward`.
             plans: of the step; made for this pass alone if left out.
             left_out: ``[B]`` int64, tokens of each row's prefix that the cache does not hold: node i is at position
                 length + left out + depth. None: it holds all of them.
 
-        Returns:
-            As :meth:`forward`.
+        ``captures`` and the result are those of :meth:`forward`.
         """
-        cache, count = self.cache, tokens.shape[1]
+        target, cache, count = self.target, self.cache, tokens.shape[1]
         total = first + count
         seen = cache.capacity if self.kernel or self.static else int(lengths.max()) + total
-        biases: Mapping[int, Tensor | None] | None = None
-        tree_keys: TreeKeys | None = None
+        biases, tree_keys = None, None
         if self.kernel:
             work = self._work(plans or Plans(lengths), count, total, seen)
             tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work)
@@ -223,7 +207,12 @@ class Runner:
             biases = {0: None}
         else:
             mask = ancestor_mask(ancestors, total) if mask is None else mask
-            biases = {w: self._bias(lengths, mask, depth, key_depth, seen, w, fixed) for w in self.windows}
+            biases = {
+                window: tree_bias(lengths, mask, depth, seen, window, target.dtype, key_depth)
+                if self.static or cache.rows > 1 or window
+                else self._bias_of_one_row(mask, seen, fixed)
+                for window in self.windows
+            }
         ends = lengths if left_out is None else lengths + left_out
         positions = (ends[:, None] + depth).clamp(max=self.last_position)
         slots = lengths[:, None] + self.numbers[first:total]
@@ -238,19 +227,8 @@ class Runner:
         by_window = {window: plans.work(num_tree_keys, items, window) for window in self.windows}
         return {window: work for window, work in by_window.items() if work is not None}
 
-    def _bias(
-        self,
-        lengths: Tensor,
-        mask: Tensor,
-        depth: Tensor,
-        key_depth: Tensor | None,
-        seen: int,
-        window: int,
-        fixed: bool,
-    ) -> Tensor:
+    def _bias_of_one_row(self, mask: Tensor, seen: int, fixed: bool) -> Tensor:
         dtype, capacity = self.target.dtype, self.cache.capacity
-        if self.static or self.cache.rows > 1 or window:
-            return tree_bias(lengths, mask, depth, seen, window, dtype, key_depth)
         if not fixed:
             return tree_bias_one_row(mask, seen, dtype)
         shape = (mask.shape[1], mask.shape[2])
@@ -284,9 +262,10 @@ class Runner:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
         self.cache.slots, self.cache.seen = slots, seen
+        masks: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys}
         if step and tokens.shape not in self._compared and self.compiled is not self.modules:
             self._compared.add(tokens.shape)
-            again: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys, "step": step, "captures": captures}
+            again: dict[str, Any] = {**masks, "step": step, "captures": captures}
             compiled = self.forward(tokens, positions, slots, seen, **again)[0].clone()
             before, self.compiled = self.compiled, self.modules
             result = self.forward(tokens, positions, slots, seen, **again)  # writes the same slots again
@@ -304,26 +283,14 @@ class Runner:
                 buffers = self.buffers.get(shape)
                 if buffers is None:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
-            return decoder(
-                tokens,
-                positions,
-                slots,
-                self.cache.views(),
-                self.tables,
-                biases=biases,
-                tree_keys=tree_keys,
-                captures=captures,
-                buffers=buffers,
-                observer=observer,
-            )
-        options: dict[str, Any] = {self._cache_argument: self.cache}
+            options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer}
+            return decoder(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
+        options = {self._cache_argument: self.cache, "use_cache": True, **masks}
         if captures:
             options["output_hidden_states"] = True
         if observer is not None:
             options["observer"] = observer
-        out = decoder(
-            input_ids=tokens, position_ids=positions, use_cache=True, biases=biases, tree_keys=tree_keys, **options
-        )
+        out = decoder(input_ids=tokens, position_ids=positions, **options)
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]
         return out.last_hidden_state.to(tokens.device), captured
 
@@ -331,3 +298,22 @@ class Runner:
 def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:
     """Features ``[B, N, F]`` from the result of :meth:`Runner.forward`."""
     return torch.cat((hidden, *captured), -1) if captured else hidden
+
+
+def why_no_graph(error: RuntimeError) -> str | None:
+    """The reason why a step that failed in warm-up or capture cannot be captured; None for an error of another kind,
+    such as a device error, which must not be passed over."""
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
+        return None
+    return lines[0]
+
+
+@contextmanager
+def refuse_synchronisation() -> Iterator[None]:
+    """Context in which an operation on a GPU that waits for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -16,8 +16,8 @@ Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d 
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from draftsmith.inference.engine.budget import Budget, Sizes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.engine.runner import Runner, joined_features
+from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
 from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, likeliest
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
@@ -44,10 +44,6 @@ PREFILL_CHUNK = 512
 SIZES = (1, 8, 16, 32)  # nodes of the trees among which static steps choose, beside the whole tree
 _UNIT = 1 << 20  # of expected tokens, in ``committed``
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
-PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
-
-# In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
-_NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 
 ReadCommitted = Callable[[], list[list[int]]]
 OnTree = Callable[[TokenTree, Verdict], None]
@@ -61,6 +57,8 @@ class Clock:
 
     on_tree: called with each step's tree and the verdict on it.
     """
+
+    PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
     def __init__(self, seconds: dict[str, float], device: torch.device, on_tree: OnTree | None = None) -> None:
         self.seconds, self.device, self.since, self.on_tree = seconds, device, time.perf_counter(), on_tree
@@ -84,27 +82,8 @@ def static_by_default(target: Target) -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which a GPU is the current device, for graphs, streams and kernels."""
+    """Context in which a GPU is the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def why_no_graph(error: RuntimeError) -> str | None:
-    """The reason why a step that failed in warm-up or capture cannot be captured; None for an error of another kind,
-    such as a device error, which must not be passed over."""
-    lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, torch.OutOfMemoryError) or not any(part in lines[0] for part in _NOT_CAPTURED):
-        return None
-    return lines[0]
-
-
-@contextmanager
-def refuse_synchronisation() -> Iterator[None]:
-    """Context in which an operation on a GPU that waits for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Step:
@@ -113,8 +92,7 @@ class Step:
     Args:
         capacity: slots of the cache, see :func:`capacity_for`.
         static: use the same shapes at every step (of a tree size), and on a GPU a CUDA graph.
-        compiled: run the target's forward pass of a step by ``torch.compile``.
-        lean: see :class:`Runner`.
+        compiled, lean: see :class:`Runner`.
 
     Raises:
         ValueError: the mode is none of ``MODES``, or the lean decoder is asked for and there is none.
@@ -144,47 +122,37 @@ class Step:
         feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.verifier = Verifier(mode, rows, target, drafter.branching)
-        root = torch.zeros(rows, dtype=torch.int64, device=device)
-        settings = self.verifier.settings
-        self.state = State(
-            root,
-            self.cache.lengths,
-            feature,
-            self.active,
-            settings if mode == "mss" else None,
-            self.verifier.step,
-            weighs=False,
-            noise=Noise(settings, self.cache.lengths) if mode == "sample" else None,
-        )
+        root, lengths = torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths
+        noise = Noise(self.verifier.settings, lengths) if mode == "sample" else None
+        settings = self.verifier.settings if mode == "mss" else None
+        self.state = State(root, lengths, feature, self.active, settings, self.verifier.step, weighs=False, noise=noise)
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
         # D tokens, the number of drafted nodes, and how many of them each source proposed. If steps choose their size,
         # at last the expected tokens of each size, in units of 1 / _UNIT.
         self.num_sources = len(drafter.sources)
-        depth = drafter.max_depth
-        ends = [depth + 2, depth + 2 + (depth + 1 + self.num_sources if self.num_sources else 0)]
+        first_source = drafter.max_depth + 2
+        first_size = first_source + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
         # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
         # compiled.
         any_size = mode in ("greedy", "sample") and not compiled
         self.bounds: list[int | None] = [None] * rows  # of each row's text: its ``max_draft_nodes``
         self.sizes: Sizes | None = None
-        chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
-        if chooses and static:
+        self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
+        if self.chooses and static:
             self.sizes = Sizes([*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes])
-        self.committed = torch.zeros(
-            rows, ends[1] + (len(self.sizes.counts) if self.sizes else 0), dtype=torch.int64, device=device
-        )
-        self.counts_and_tokens = self.committed[:, : ends[0]]
-        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, ends[0] : ends[1]]
-        self.expected = self.committed[:, ends[1] :]
-        self.source_bits = torch.arange(self.num_sources, device=device)
-        if self.sizes:
             self.last_of_size = torch.tensor([size - 1 for size in self.sizes.counts], device=device)
+        columns = first_size + (len(self.sizes.counts) if self.sizes else 0)
+        self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.counts_and_tokens = self.committed[:, :first_source]
+        self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, first_source:first_size]
+        self.expected = self.committed[:, first_size:]
+        self.source_bits = torch.arange(self.num_sources, device=device)
         self.budget: Budget | None = None
-        self.chooses = self.state.weighs = chooses
+        self.state.weighs = self.chooses
         self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
-        if chooses and not static and drafter.costs is not None and not (drafter.raced and rows == 1):
+        if self.chooses and not static and drafter.costs is not None and not (drafter.raced and rows == 1):
             learns = drafter.source_learns or [drafter.learns]
             self.budget = Budget(drafter.costs.seconds, rows, learns, drafter.max_depth, drafter.num_nodes)
             self.state.budget = self.budget
@@ -225,10 +193,7 @@ class Step:
         self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
     ) -> list[int]:
         """Prefill new texts into neighbouring rows, in chunks, padded on the right; later steps overwrite the padding.
-
-        Returns:
-            Each row's first token; −1 where the target's logits are not finite.
-        """
+        Returns each row's first token; −1 where the target's logits are not finite."""
         device, cache = self.target.device, self.cache
         self.verifier.begin(rows, prompts, samplings)
         self.drafter.begin(rows)
@@ -263,20 +228,19 @@ class Step:
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
-        self.verifier.reset()
+        self.verifier.settings.clear_usage()
 
     def end(self, row: int) -> None:
-        """End the text in this row; steps continue there with an empty prefix until another text begins."""
+        """End the text in this row, see :meth:`Drafter.end`."""
         self.active[row], self.bounds[row] = False, None
         self.cache.lengths[row] = 0
         self.drafter.end(row)
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
-        if not self.drafter.max_depth or not (self.static or bool((verdict.path != self.depths).any())):
-            return
-        path = verdict.path if self.static else verdict.path[:, : int(verdict.length.max()) + 1]
-        self.cache.commit(path, verdict.length)
+        if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
+            path = verdict.path if self.static else verdict.path[:, : int(verdict.length.max()) + 1]
+            self.cache.commit(path, verdict.length)
 
     @property
     def most_nodes(self) -> int | None:
@@ -293,9 +257,9 @@ class Step:
             clock.lap("draft")
         began = time.perf_counter()
         count = self.nodes = tree.tokens.shape[1]
-        mask, by_argmax = tree.mask, self.mode in ("greedy", "sample")
-        takes_bitsets = self.runner.kernel and by_argmax and not self.verifier.penalises
-        if mask is None and not takes_bitsets:
+        mask, greedy = tree.mask, self.mode == "greedy"
+        by_argmax = greedy or self.mode == "sample"
+        if mask is None and not (self.runner.kernel and by_argmax and not self.verifier.penalises):
             mask = ancestor_mask(tree.ancestors, count)
         hidden, captured = self.runner.forward_nodes(
             tree.tokens,
@@ -308,7 +272,6 @@ class Step:
             captures=self.captures,
             plans=state.plans,
         )
-        greedy = self.mode == "greedy"
         likeliest = self._likeliest(hidden) if greedy else None
         logits = None if greedy else self.target.logits(hidden)
         if clock:
@@ -332,9 +295,8 @@ class Step:
             parents, acceptance, sources = (None if p is None else p.expand(self.rows, -1).tolist() for p in parts)
             assert parents is not None and acceptance is not None
             budget.learn(verdict.path.tolist(), verdict.length.tolist(), parents, acceptance, sources)
-        advance(
-            cache.lengths, state.root, state.feature, features, verdict.node, verdict.bonus, verdict.length, self.active
-        )
+        outcome = verdict.node, verdict.bonus, verdict.length
+        advance(cache.lengths, state.root, state.feature, features, *outcome, self.active)
         if budget and self.target.device.type == "cpu":
             budget.ran(count, cached, time.perf_counter() - began)
         if clock:
@@ -350,9 +312,11 @@ class Step:
                 drafter.skip(state)
                 return self._root_alone(), None, 0.0
             tree = drafter.propose(state)
-            if self.sizes:
+            if self.sizes:  # write the expected tokens of each size
                 assert tree.acceptance is not None
-                self._write_expected(tree.acceptance)
+                totals = tree.acceptance.sort(1, descending=True).values.cumsum(1)
+                at = self.last_of_size.clamp(max=totals.shape[1] - 1)
+                self.expected.copy_((totals.index_select(1, at) * _UNIT).long())
             return *self._cut(tree, tree.acceptance, most), 0.0
         lengths = self.cache.lengths.tolist()
         cached, several = sum(lengths) / self.rows, len(drafter.sources) > 1  # of which a merge asks each
@@ -382,12 +346,6 @@ class Step:
     def _root_alone(self) -> TokenTree:
         return self.root_tree.fill(self.state.root[:, None], self.zeros if self.num_sources else None, self.ones)
 
-    def _write_expected(self, acceptance: Tensor) -> None:
-        """Write the expected tokens of each size to ``committed``, of the estimates ``[B, N]``."""
-        totals = acceptance.sort(1, descending=True).values.cumsum(1)
-        at = self.last_of_size.clamp(max=totals.shape[1] - 1)
-        self.expected.copy_((totals.index_select(1, at) * _UNIT).long())
-
     def _likeliest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The target's highest logit after each node and its token ``[B, N]``, without the logits where a kernel knows
         the LM head."""
@@ -398,8 +356,8 @@ class Step:
     def _verify(
         self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
     ) -> Verdict:
-        """The verdict on a tree, from :meth:`_likeliest` or :meth:`Verifier.coupled`, or from the logits;
-        what the step commits is written to ``committed``."""
+        """The verdict on a tree, from :meth:`_likeliest` or :meth:`Verifier.coupled`, or from the logits; writes
+        ``committed``."""
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
         if likeliest is not None:
             best, choice = likeliest
@@ -423,31 +381,22 @@ class Step:
         return verdict
 
     def launch(self, clock: Clock | None = None) -> ReadCommitted:
-        """Run a step without waiting for it.
-
-        Returns:
-            Function that waits for the step and returns the rows of ``committed``; call it before the next
-            but one launch.
-        """
-        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
-        cuda, sizes = self.target.device.type == "cuda", None if clock else self.sizes
+        """Run a step without waiting for it. Returns a function that waits for it and returns the rows of
+        ``committed``; to be called before the next but one launch."""
+        cuda, most = self.target.device.type == "cuda", self.most_nodes
         if self.budget and self.budget.misjudged:
             self._measure_again(self.budget)
-        if cuda and self.eager:
-            sizes = None
-        most = self.most_nodes
         self.state.weighs = self.chooses or (self.drafter.weighs and most is not None)
-        size = 0 if sizes is None else sizes.choose(most)
-        if sizes is None and self.sizes and most is not None:
-            size = max(count for count in self.sizes.counts if count <= most)
-        self.size = size
+        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
+        sizes, self.size = None if clock or (cuda and self.eager) else self.sizes, 0
+        if sizes is not None:
+            self.size = sizes.choose(most)
+        elif self.sizes and most is not None:
+            self.size = max(count for count in self.sizes.counts if count <= most)
+        size = self.size
         self.drafter.prepare(self.state)
         began = time.perf_counter()
-        events: list[torch.cuda.Event] = []
-        if clock:
-            self.run(clock)
-        else:
-            events = self.advance()
+        events = self.run(clock) if clock else self.advance()
         if not cuda:
             committed = self.committed.tolist()
             if sizes is not None:
@@ -469,12 +418,10 @@ class Step:
 
     def _measure_again(self, budget: Budget) -> None:
         """Measure what steps cost, for a second or two, since real ones were far faster than the costs say."""
-        costs = self.drafter.costs
-        if costs is None or costs.again is None:
-            budget.misjudged = False
-            return
-        self.drafter.costs = costs = costs.again()
-        budget.measured_again(costs.seconds)
+        budget.misjudged = False
+        if self.drafter.costs is not None and self.drafter.costs.again is not None:
+            self.drafter.costs = self.drafter.costs.again()
+            budget.measured_again(self.drafter.costs.seconds)
 
     def _chosen(self, sizes: Sizes, size: int, seconds: float, committed: Sequence[Sequence[int]]) -> None:
         """Record the time of a step of a chosen size, and what it committed."""
@@ -485,24 +432,23 @@ class Step:
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
-        tensors = [self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed]
         seen = [] if self.verifier.seen is None else [self.verifier.seen]
-        return [*tensors, *seen, *self.drafter.buffers()]
+        state = self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed
+        return [*state, *seen, *self.drafter.buffers()]
 
-    def advance(self) -> list[torch.cuda.Event]:
+    def advance(self) -> list[torch.cuda.Event] | None:
         """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
         graph, if the step may have another size."""
         key = self.verifier.graph_key, self.size
         if self.eager or (key not in self._graphs and not self._capture()):
-            self.run()
-            return []
+            return self.run()
         graph, self.nodes = self._graphs[key]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 if self.sizes else 0)]
-        for event in events[:1]:
-            event.record()
+        if not self.sizes:
+            return graph.replay()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
         graph.replay()
-        for event in events[1:]:
-            event.record()
+        events[1].record()
         return events
 
     def warm_up(self) -> None:
@@ -518,13 +464,7 @@ class Step:
 
     def _capture(self) -> bool:
         """Capture a step in a CUDA graph; warm-up steps run on the present state, which is restored afterwards.
-
-        Returns:
-            False if a graph cannot hold the step; ``execution`` then says why.
-
-        Raises:
-            RuntimeError: any other error, of the device too.
-        """
+        Returns False if a graph cannot hold the step; ``execution`` then says why. Any other error is raised."""
         buffers = self.buffers()
         kept = [buffer.clone() for buffer in buffers]
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

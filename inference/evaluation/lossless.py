@@ -3,8 +3,8 @@ distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
 differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
-of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows
-(``LeanDecoder.rows_differ`` is empty: on a CPU with a compiler), there are no near-ties: any difference is a mismatch.
+of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows (on a
+CPU with a compiler), there are no near-ties: any difference is a mismatch.
 
     tolerance = min(max(e, t), 4t) + u
 
@@ -24,7 +24,7 @@ or min-p may be kept in one pass and not in another, so far as the tolerance may
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,24 +49,19 @@ WIDE = 16  # tokens of the engine's wider forward pass
 class TextCheck:
     """Result of the check of greedy output, or of coupled sampling's.
 
-    checked: number of tokens.
-    identical: whether every output equals plain decoding.
     near_ties: tokens that differ from the argmax, or the first one of a text that differs from plain decoding, with a
         logit within the tolerance of the maximum; in 16 bits also those that are near-ties in float32.
     mismatches: tokens with a logit further from the maximum, in 16 bits if float32 confirms it or the weights cannot be
         run in float32 (quantized or offloaded); and outputs that end too early or too late.
-    tolerance: in logits, of the target's own dtype; 0 if it was not needed.
-    bitwise: the bits of a row do not depend on the other rows, so that no near-tie was allowed.
-    mode: greedy or sample.
     """
 
-    checked: int = 0
-    identical: bool = True
+    checked: int = 0  # number of tokens
+    identical: bool = True  # whether every output equals plain decoding
     near_ties: int = 0
     mismatches: int = 0
-    tolerance: float = 0.0
-    bitwise: bool = False
-    mode: str = "greedy"
+    tolerance: float = 0.0  # in logits, of the target's own dtype; 0 if it was not needed
+    bitwise: bool = False  # the bits of a row do not depend on the other rows, so that no near-tie was allowed
+    mode: str = "greedy"  # or sample
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "p_value": None}
@@ -81,16 +76,11 @@ SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples per prompt; bins of the χ² tes
 
 @dataclass
 class SampleCheck:
-    """Result of the check of multi-step sampling.
+    """Result of the check of multi-step sampling."""
 
-    checked: number of tokens.
-    mismatches: tokens whose probability is 0.
-    p_value: of the χ² test that the tokens have the target's distribution.
-    """
-
-    checked: int = 0
-    mismatches: int = 0
-    p_value: float = 1.0
+    checked: int = 0  # number of tokens
+    mismatches: int = 0  # tokens whose probability is 0
+    p_value: float = 1.0  # of the χ² test that the tokens have the target's distribution
 
     def to_dict(self) -> dict[str, Any]:
         known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False}
@@ -114,9 +104,7 @@ def check_distribution(
 
     The randomised probability integral transform of each token (the mass of all likelier tokens plus a uniform share of
     its own) is uniform if its distribution is right, whatever came before: samples of all prompts make one test.
-
-    Args:
-        on_prompt: called with the number of prompts done, after each.
+    ``on_prompt`` is called with the number of prompts done, after each.
     """
     from scipy.stats import chisquare  # takes half a second to import
 
@@ -125,10 +113,8 @@ def check_distribution(
     noise = torch.Generator().manual_seed(sampling.seed)
     for number, prompt in enumerate(prompts):
         for first in range(0, SAMPLES, batch_size):
-            rows = range(first, min(first + batch_size, SAMPLES))
-            seeds = [
-                replace(sampling, seed=(sampling.seed + 1_000_003 * (number + 1) + row) % (1 << 62)) for row in rows
-            ]
+            rows, base = range(first, min(first + batch_size, SAMPLES)), sampling.seed + 1_000_003 * (number + 1)
+            seeds = [replace(sampling, seed=(base + row) % (1 << 62)) for row in rows]
             outputs = decoder.generate([prompt] * len(rows), 3, mode="mss", sampling=seeds, stop_ids=frozenset())
             texts = torch.tensor([[*prompt, *output.tokens] for output in outputs], device=target.device)
             logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
@@ -224,16 +210,12 @@ def _in_float32(model: nn.Module) -> Iterator[None]:
         for weight, data in kept.pop(module, []):
             weight.data = data
 
-    own = [module for module in model.modules() if [*module.parameters(recurse=False), *module.buffers(recurse=False)]]
-    handles: list[Any] = []
-    try:
-        for module in own:
-            handles.append(module.register_forward_pre_hook(widen))
-            handles.append(module.register_forward_hook(narrow, always_call=True))
+    with ExitStack() as hooks:  # a handle removes its hook
+        for module in model.modules():
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                hooks.enter_context(module.register_forward_pre_hook(widen))
+                hooks.enter_context(module.register_forward_hook(narrow, always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _float32_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor | None:
@@ -253,12 +235,9 @@ def _ends_wrongly(output: Sequence[int], reference: Sequence[int], stops: frozen
 
 
 def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sampling, loose: float) -> Tensor:
-    """The scores ``[n, V]`` by which coupled sampling takes each of ``tokens``, times the temperature.
-
-    Args:
-        logits: ``[n, V]``, before each token.
-        loose: how far logits may have been moved, by which filters keep more tokens; fewer, if negative.
-    """
+    """The scores ``[n, V]`` by which coupled sampling takes each of ``tokens``, times the temperature, from the logits
+    ``[n, V]`` before each. ``loose``: how far these may have been moved, by which filters keep more tokens; fewer, if
+    negative."""
     count, device = len(tokens), logits.device
     settings = Settings([s], device)
     if s.repetition_penalty != 1:
@@ -325,8 +304,7 @@ def check_texts(
     """Compare outputs with plain decoding of the same prompts by the same engine: greedy, or by coupled sampling.
 
     Args:
-        outputs: the new tokens of the drafter's run, per prompt.
-        plain: those of plain decoding.
+        outputs, plain: the new tokens of the drafter's run, and those of plain decoding, per prompt.
         on_prompt: called with the number of prompts done, after each.
         bitwise: both runs had the bits of a row independent of the other rows: ``SpeculativeDecoder.bitwise``.
         samplings: of each prompt; greedy if left out.

@@ -18,11 +18,8 @@ MOST = 8  # drafted tokens of a step, at most
 
 @dataclass(frozen=True)
 class Run:
-    """A continuation of a batch.
-
-    select: seconds of the first selection of all rows. seconds: of the steps, with later selections.
-    committed: by row, the tokens that each step committed.
-    """
+    """A continuation of a batch. select: seconds of the first selection of all rows. seconds: of the steps, with later
+    selections. committed: by row, the tokens that each step committed."""
 
     select: float
     seconds: float

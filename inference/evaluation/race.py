@@ -14,13 +14,11 @@ SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds w
 class Costs:
     """Measured costs.
 
-    seconds: per step, by size; infinite where a size was not timed.
-    rounds: completed.
     noise: the largest share by which the cost of a size still timed fell in the last rounds; None if they were too few.
     """
 
-    seconds: list[float]
-    rounds: int
+    seconds: list[float]  # per step, by size; infinite where a size was not timed
+    rounds: int  # completed
     noise: float | None
 
 

@@ -38,20 +38,13 @@ INSTRUMENTED = 4  # prompts of the run that times the phases of a step
 
 @dataclass
 class Timed:
-    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order.
+    """Outputs and times of one method. All methods are timed on the same groups of prompts, in the same order."""
 
-    Args:
-        outputs: prompt number → the method's output, of the last round with this prompt.
-        tokens: new tokens of each group, in the last round with it.
-        seconds, cpu_seconds: of each group, one per round.
-        groups: prompt numbers of each group.
-    """
-
-    outputs: dict[int, Any] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
-    seconds: list[list[float]] = field(default_factory=list)
+    outputs: dict[int, Any] = field(default_factory=dict)  # by prompt number, of the last round with this prompt
+    tokens: list[int] = field(default_factory=list)  # new ones of each group, in the last round with it
+    seconds: list[list[float]] = field(default_factory=list)  # of each group, one per round
     cpu_seconds: list[list[float]] = field(default_factory=list)
-    groups: list[Sequence[int]] = field(default_factory=list)
+    groups: list[Sequence[int]] = field(default_factory=list)  # prompt numbers of each
 
     def run(self, method: "Method", prompts: Sequence[list[int]], group: Sequence[int], place: int) -> None:
         """Time the method on a group of prompts, the ``place``-th one; places come in order within a round."""
@@ -71,14 +64,10 @@ class Timed:
     def part(self, numbers: Collection[int]) -> "Timed":
         """The outputs and times of some of the prompts: of those groups that hold no others."""
         places = [place for place, group in enumerate(self.groups) if set(group) <= set(numbers)]
-        groups = [self.groups[place] for place in places]
-        return Timed(
-            {number: self.outputs[number] for group in groups for number in group},
-            [self.tokens[place] for place in places],
-            [self.seconds[place] for place in places],
-            [self.cpu_seconds[place] for place in places],
-            groups,
-        )
+        tokens, groups = [self.tokens[place] for place in places], [self.groups[place] for place in places]
+        seconds, cpu_seconds = ([times[place] for place in places] for times in (self.seconds, self.cpu_seconds))
+        outputs = {number: self.outputs[number] for group in groups for number in group}
+        return Timed(outputs, tokens, seconds, cpu_seconds, groups)
 
     @property
     def typical_seconds(self) -> list[float]:
@@ -117,7 +106,6 @@ class Speedup:
 
     @property
     def narrow(self) -> bool:
-        """Whether half the interval's width is at most :data:`NARROW` of the ratio."""
         return self.interval is not None and self.interval[1] - self.interval[0] <= 2 * NARROW * self.ratio
 
 
@@ -179,12 +167,9 @@ Method = Callable[[list[list[int]]], Sequence[Any]]  # prompts → the tokens, o
 
 
 def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1, **options: Any) -> Method:
-    """``transformers.generate`` on the same weights, greedy, with its own attention; trimmed as ours is.
-
-    Args:
-        options: of ``generate``. Of the target's own generation config only the stop ids are used, as by our engine,
-            not its penalties and temperature.
-    """
+    """``transformers.generate`` on the same weights, greedy if ``options`` of ``generate`` say nothing else, with its
+    own attention; trimmed as ours is. Of the target's generation config only the stop ids are used, as by our engine,
+    not its penalties and temperature."""
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
         starts = range(0, len(prompts), batch_size)
@@ -201,15 +186,9 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         config = model.generation_config
         target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
         try:
+            ends: dict[str, Any] = {"max_new_tokens": limit, "eos_token_id": stops, "pad_token_id": pad}
             with torch.inference_mode():
-                out = model.generate(
-                    ids,
-                    attention_mask=mask,
-                    max_new_tokens=limit,
-                    eos_token_id=stops,
-                    pad_token_id=pad,
-                    **{"do_sample": False, **options},
-                )
+                out = model.generate(ids, attention_mask=mask, **{"do_sample": False, **options}, **ends)
         finally:
             target.model.generation_config = config
         outputs: list[list[int]] = []
@@ -275,9 +254,9 @@ def run_rounds(
             advance(done)
             elapsed = time.perf_counter() - since
             if done == 1:
-                expected = (
-                    elapsed * total if seconds is None else min(max(seconds, elapsed * MIN_GROUPS), elapsed * total)
-                )
+                expected = elapsed * total
+                if seconds is not None:
+                    expected = min(max(seconds, elapsed * MIN_GROUPS), expected)
                 console.print(f"  about {format_duration(expected)} here, judged from the first prompt", markup=False)
             if done >= MIN_GROUPS and ((seconds and elapsed >= seconds) or (settled and settled(timed))):
                 break
@@ -337,17 +316,16 @@ def evaluate(
             None decodes without one.
         prompts: token ids.
         sampling: of modes ``sample`` and ``typical``; each prompt has a seed of its own, made of this one's.
-        max_new_tokens: of each answer, at most.
         baseline: what speeds are compared with: plain decoding by this engine, by transformers, or ``all``:
             transformers' prompt lookup too, where ``batch_size`` is 1.
         check_lossless: compare the texts with plain decoding; in mode ``mss`` their distribution.
         rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
         seconds: time limit of timing; all prompts are decoded and checked.
-        compiled, lean: as :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` takes them.
-        max_draft_nodes: of each step and text, as ``generate`` takes it.
-        command: for the reports.
         kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
             ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
+        command: for the reports.
+
+    All others are those of :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` and its ``generate``.
 
     Returns:
         For each drafter its report, with the fields of report.json, and its results.
@@ -364,26 +342,22 @@ def evaluate(
     methods: dict[str, Method] = {}
 
     def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
-        return lambda group: decoder.generate(
-            group,
-            max_new_tokens,
-            batch_size=rows,
-            max_draft_nodes=max_draft_nodes,
-            **engine_options(mode, sampling, group),
-        )
+        def run(group: list[list[int]]) -> list[Generation]:
+            own = engine_options(mode, sampling, group)
+            return decoder.generate(group, max_new_tokens, batch_size=rows, max_draft_nodes=max_draft_nodes, **own)
+
+        return run
 
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = engine_method(decoder)
     if "engine" in wanted:
         methods["engine"] = engine_method(SpeculativeDecoder(target, **options))
+    theirs = generate_options(mode, sampling)
     if "transformers" in wanted:
-        methods["transformers"] = transformers_method(
-            target, max_new_tokens, batch_size, **generate_options(mode, sampling)
-        )
+        methods["transformers"] = transformers_method(target, max_new_tokens, batch_size, **theirs)
     if "prompt_lookup" in wanted and batch_size == 1:
-        methods["prompt_lookup"] = transformers_method(
-            target, max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS, **generate_options(mode, sampling)
-        )
+        theirs["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
+        methods["prompt_lookup"] = transformers_method(target, max_new_tokens, **theirs)
     compared = [name for name in wanted if name in methods]
     by_distribution = mode == "mss"
     if target.device.type == "cuda":
@@ -397,12 +371,12 @@ def evaluate(
         pairs = itertools.product(names, compared)
         return bool(compared) and all(speedup(timed[name], timed[base]).narrow for name, base in pairs)
 
+    named = [kind or reporting.OTHER for kind in kinds]
     by_kind: dict[str, list[int]] = {}  # kind → prompt numbers
-    for number, kind in enumerate(kinds):
-        by_kind.setdefault(kind or reporting.OTHER, []).append(number)
+    for number, kind in enumerate(named):
+        by_kind.setdefault(kind, []).append(number)
     if len(by_kind) < 2:
-        by_kind = {}
-    named = [kind or reporting.OTHER for kind in kinds] if by_kind else None
+        by_kind, named = {}, []
     timed = run_rounds(methods, prompts, rounds, warm_up, batch_size, seconds, settled, named)
     baselines = {name: timed[name].summary() for name in compared}
     if "engine" in compared and "transformers" in compared:
@@ -421,12 +395,11 @@ def evaluate(
     without_reference = [n for n in range(len(prompts)) if n not in reference] if by_text else []
     if untimed or without_reference:
         per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
-        duration = per_prompt * (len(untimed) * len(names) + len(without_reference))
-        console.print(
-            f"decoding {len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter "
-            f"to compare: at most about {format_duration(duration)} here",
-            markup=False,
+        duration = format_duration(per_prompt * (len(untimed) * len(names) + len(without_reference)))
+        what = (
+            f"{len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter to compare"
         )
+        console.print(f"decoding {what}: at most about {duration} here", markup=False)
     for name in names if untimed else ():
         timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
     plain = engine_method(SpeculativeDecoder(target, **options), max(batch_size, CHECK_ROWS))
@@ -439,13 +412,8 @@ def evaluate(
         outputs.append(results)
         # The phases of a step are timed in a separate run, since reading clocks between them costs time.
         execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, batch_size)]
-        decoder.generate(
-            instrumented,
-            max_new_tokens,
-            batch_size=batch_size,
-            instrument=True,
-            **engine_options(mode, sampling, instrumented),
-        )
+        own = engine_options(mode, sampling, instrumented)
+        decoder.generate(instrumented, max_new_tokens, batch_size=batch_size, instrument=True, **own)
         lossless = None
         if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
@@ -461,6 +429,9 @@ def evaluate(
         nodes = decoder.drafter.num_nodes
         figures = _figures(results, decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
+        overhead: float | None = None
+        if accepted and "engine" in compared:
+            overhead = round(sum(accepted) / len(accepted) / speedup(timed[name], timed["engine"]).ratio, 4)
         reports.append(
             {
                 "drafter": name,
@@ -481,11 +452,7 @@ def evaluate(
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
                 "round_seconds": timed[name].by_round(timed[name].seconds),
                 "baselines": baselines,
-                "overhead": (
-                    round(sum(accepted) / len(accepted) / speedup(timed[name], timed["engine"]).ratio, 4)
-                    if accepted and "engine" in compared
-                    else None
-                ),
+                "overhead": overhead,
                 "kinds": {
                     kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
                     for kind, numbers in by_kind.items()
@@ -501,12 +468,11 @@ def evaluate(
 
 def _figures(results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]) -> dict[str, Any]:
     """The report's fields about acceptance and speed, of all prompts or of one kind's."""
-    speedups = {base: speedup(timed, other) for base, other in bases.items() if timed.tokens}
     figures: dict[str, Any] = reporting.acceptance(results, drafter.max_depth, drafter.sources)
     figures["mean_accepted_length_interval"] = accepted_interval(results)
     figures |= {"timed_prompts": sum(map(len, timed.groups)), "pairs": len(timed.tokens)}
     for base, name in reporting.SPEEDUPS.items():
-        figures |= speedup_fields(name, speedups.get(base))
+        figures |= speedup_fields(name, speedup(timed, bases[base]) if base in bases and timed.tokens else None)
     return figures
 
 

@@ -74,15 +74,6 @@ class Settings:
     A greedy row's temperature is 0.
     """
 
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    penalty: Tensor
-    epsilon: Tensor
-    delta: Tensor
-    seed: Tensor
-    top_k: Tensor
-
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
         self._floats = torch.tensor([_floats(s) for s in samplings], dtype=torch.float32, device=device)  # [B, 6]
         self._integers = torch.tensor([_integers(s) for s in samplings], dtype=torch.int64, device=device)  # [B, 2]
@@ -105,6 +96,11 @@ class Settings:
     def clear_usage(self) -> None:
         """Clear the usage flags; :meth:`set_row` sets them again."""
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
+
+    @property
+    def filters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Temperature, top-k, top-p and min-p, as kernels take them."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
     @property
     def uses(self) -> tuple[bool, bool, bool, bool]:
@@ -135,14 +131,10 @@ _RIVALS, _SPREAD, _OTHERS = 8, 1.4, -0.5
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of a batch's texts, by which the target and its drafters choose tokens in coupled sampling.
-
-    settings: the sampling parameters.
-    lengths: ``[B]`` int64, the position of each row's root.
-    """
+    """The noise of a batch's texts, by which the target and its drafters choose tokens in coupled sampling."""
 
     settings: Settings
-    lengths: Tensor
+    lengths: Tensor  # [B] int64, the position of each row's root
 
     def best(
         self, logits: Tensor, depth: Tensor | int, count: int = 1, tokens: Tensor | None = None
@@ -152,7 +144,6 @@ class Noise:
         Args:
             logits: ``[B, N, V]``, penalised already if they are the target's.
             depth: of the nodes, int32 or int64 of a shape that broadcasts to ``[B, N]``; 0 is the root.
-            count: k.
             tokens: the target's token of each logit, as :func:`~draftsmith.kernels.coupled.coupled_topk` takes them.
 
         Returns:
@@ -160,21 +151,16 @@ class Noise:
         """
         s = self.settings
         positions = (self.lengths[:, None] + depth).expand(logits.shape[:2])
-        return coupled_topk(
-            logits, s.temperature, s.top_k, s.top_p, s.min_p, s.seed, positions, count, tokens, s.uses[:3]
-        )
+        return coupled_topk(logits, *s.filters, s.seed, positions, count, tokens, s.uses[:3])
 
     def draft(
         self, logits: Tensor, depth: Tensor | int, count: int, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The log of the estimated acceptance probability, given their parents', of a drafter's ``count`` tokens of
-        highest score after nodes, and these tokens: ``[B, N, k]`` each, float32 and int64.
+        highest score after nodes, and these tokens: ``[B, N, k]`` each, float32 and int64. Arguments as :meth:`best`.
 
         Were its distribution the target's, the first one would be the target's token. The smaller the gaps between
         scores, the smaller an error of the distribution has to be for another one to be it.
-
-        Args:
-            logits: ``[B, N, V]``; the rest as :meth:`best` takes it.
         """
         rivals = min(max(count, _RIVALS), logits.shape[2])
         _, scores, found = self.best(logits, depth, rivals, tokens)
@@ -193,11 +179,8 @@ def _integers(s: Sampling) -> tuple[int, int]:
 
 
 def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor:
-    """The logits ``[B, N, V]`` after the repetition penalty; the same tensor if none is in use.
-
-    Args:
-        seen: ``[B, N, V]`` bool, the tokens of the text and of the path to each node; needed if a penalty is in use.
-    """
+    """The logits ``[B, N, V]`` after the repetition penalty; the same tensor if none is in use. ``seen``: as many bool,
+    the tokens of the text and of the path to each node; needed if a penalty is in use."""
     if not settings.uses_penalty:
         return logits
     assert seen is not None
@@ -206,14 +189,6 @@ def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor
 
 
 def sampling_distribution(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The distribution that plain sampling draws from (ALGORITHMS §2, C4).
-
-    Args:
-        logits: ``[B, N, V]``.
-        seen: see :func:`penalised`.
-
-    Returns:
-        ``[B, N, V]`` float32, each row sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout.
-    """
-    s = settings
-    return distribution_reference(penalised(logits, s, seen), s.temperature, s.top_k, s.top_p, s.min_p, s.uses[:3])
+    """The distribution that plain sampling draws from (ALGORITHMS §2, C4): logits ``[B, N, V]`` → float32, each row
+    sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout. ``seen``: see :func:`penalised`."""
+    return distribution_reference(penalised(logits, settings, seen), *settings.filters, settings.uses[:3])

@@ -29,19 +29,16 @@ class Draws:
     Several draws of a node may lead to one child: merged trees keep each source's draw. Neither the order nor the
     number of a node's draws may depend on the value of a draw that is tested later (C2).
 
-    child: ``[B, N, K]`` int64 the child node of each draw; −1 after a node's last draw.
     kind: ``[B, N, K]`` int8, as in :mod:`draftsmith.kernels.verify`: ``ONE_HOT`` (deterministic), ``IID``, or
         ``WITHOUT_REPLACEMENT`` of the node's earlier draws from the same row of q.
-    q_row: ``[B, N, K]`` int64 row of ``q``; unused for one-hot draws.
-    q: ``[B, R, Vq]`` float32 the distributions drawn from; None if all draws are one-hot.
     ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once, −1
         for padding of probability 0; None if they are the target's vocabulary (Vq = V).
     """
 
-    child: Tensor
+    child: Tensor  # [B, N, K] int64, the child node of each draw; −1 after a node's last draw
     kind: Tensor
-    q_row: Tensor
-    q: Tensor | None = None
+    q_row: Tensor  # [B, N, K] int64, row of q; unused for one-hot draws
+    q: Tensor | None = None  # [B, R, Vq] float32, the distributions drawn from; None if all draws are one-hot
     ids: Tensor | None = None
 
 
@@ -49,40 +46,28 @@ class Draws:
 class TokenTree:
     """Drafted tokens after each row's root. Parents come before their children; the root is node 0.
 
-    tokens: ``[B, N]`` int64; the root is the last committed token, whose K/V is not cached yet.
-    parent: ``[B, N]`` int32, −1 at the root.
-    depth: ``[B, N]`` int32.
-    ancestors: ``[B, N, W]`` int64 bitsets, a node itself included.
-    valid: ``[B, N]`` bool, False at padding, which is never accepted.
-    mask: ``[B, N, N]`` bool, ``ancestors`` unpacked, if the drafter has computed it.
     draws: for sampling; None for a deterministic tree, whose nodes are one-hot draws of their parents, in node order.
-    static: the tree of fixed shape that was filled, if any.
     source: ``[B, N]`` int64, a bit for each of the drafter's ``sources`` that proposed the node; 0 at the root and at
         padding.
     acceptance: ``[B, N]`` float32, estimated probability that the node and all its ancestors are accepted: 1 at the
         root, no more than the parent's elsewhere. Used only to choose the nodes that are verified.
     """
 
-    tokens: Tensor
-    parent: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    valid: Tensor
-    mask: Tensor | None = None
+    tokens: Tensor  # [B, N] int64; the root is the last committed token, whose K/V is not cached yet
+    parent: Tensor  # [B, N] int32, −1 at the root
+    depth: Tensor  # [B, N] int32
+    ancestors: Tensor  # [B, N, W] int64 bitsets, a node itself included
+    valid: Tensor  # [B, N] bool, False at padding, which is never accepted
+    mask: Tensor | None = None  # [B, N, N] bool, ancestors unpacked, if the drafter has computed it
     draws: Draws | None = None
-    static: "StaticTree | None" = None
+    static: "StaticTree | None" = None  # the tree of fixed shape that was filled, if any
     source: Tensor | None = None
     acceptance: Tensor | None = None
 
 
 def one_hot_draws(parent: Tensor, valid: Tensor, max_children: int) -> Draws:
-    """Every node as a one-hot draw of its parent, in node order.
-
-    Args:
-        parent: ``[B, N]`` int32, −1 at the root.
-        valid: ``[B, N]`` bool; padding is no draw.
-        max_children: of any node (K).
-    """
+    """Every node as a one-hot draw of its parent, in node order; padding is no draw. Parents and ``valid`` are a
+    :class:`TokenTree`'s; K = ``max_children`` of any node."""
     nodes = parent.shape[1]
     numbers = torch.arange(nodes, device=parent.device)
     columns = max_children + 1  # the last one is cut off
@@ -157,11 +142,8 @@ def chain(depth: int) -> Topology:
 
 
 class StaticTree:
-    """A tree of fixed shape on a device; only the tokens change from step to step.
-
-    Args:
-        parents: of each node, −1 at the root (node 0); parents come before their children.
-    """
+    """A tree of fixed shape on a device; only the tokens change from step to step. ``parents``: of each node, −1 at the
+    root (node 0); parents come before their children."""
 
     def __init__(self, parents: Sequence[int], device: torch.device) -> None:
         parent = list(parents)
@@ -236,23 +218,15 @@ def packed(mask: Tensor) -> Tensor:
 
 
 def read_tree(path: Path) -> Topology:
-    """Read a tree: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or nested tuples as text (vLLM's
-    former ``speculative_token_tree``).
-
-    Raises:
-        FileNotFoundError, ValueError: the file is missing, not a tree, or has more than ``MAX_NODES`` nodes.
-    """
-    return _tree_in(path, _read_content(path))
+    """Read a tree of at most ``MAX_NODES`` nodes: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or
+    nested tuples as text (vLLM's former ``speculative_token_tree``)."""
+    return _tree_in(path, read_content(path))
 
 
 def read_trees(path: Path, count: int) -> tuple[Topology, ...]:
     """Read the trees of ``count`` drafters: ``{"parts": [[[0], [0, 0]], …]}``, a list of rank paths for each of them,
-    or a file of :func:`read_tree`, whose tree all of them have.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`; or it has trees for another number of drafters.
-    """
-    content = _read_content(path)
+    or a file of :func:`read_tree`, whose tree all of them have."""
+    content = read_content(path)
     if not isinstance(content, dict) or "parts" not in content:
         return (_tree_in(path, content),) * count
     parts = content["parts"]
@@ -262,8 +236,9 @@ def read_trees(path: Path, count: int) -> tuple[Topology, ...]:
     return tuple(_tree_in(path, part) for part in parts)
 
 
-def _read_content(path: Path) -> Any:
-    """What a tree's file holds: a JSON value or a Python literal."""
+def read_content(path: Path) -> Any:
+    """What a tree's file holds: a JSON value or a Python literal. The functions that read one raise FileNotFoundError
+    if it is missing, and ValueError if it holds neither or something else than they read."""
     try:
         text = read_text(path, "tree")
     except FileNotFoundError:
@@ -297,48 +272,37 @@ def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
 
 def chosen_at_load(path: Path) -> bool:
     """Whether a tree's nodes are chosen from its candidates when the drafter is loaded, by what steps cost there: the
-    file has ``at_load``, from ``inference/calibrate.py --at-load``.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    content = _read_content(path)
+    file has ``at_load``, from ``inference/calibrate.py --at-load``."""
+    content = read_content(path)
     return isinstance(content, dict) and content.get("at_load") is True
 
 
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
-    """Read the paths that a merge may choose from, and their acceptance probabilities from calibration.
-
-    These are ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per
-    depth.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    topology, rates = _tree_in(path, _read_content(path)), calibrated_rates(path)
+    """Read the paths that a merge may choose from, and their acceptance probabilities from calibration:
+    ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per depth."""
+    topology, rates = read_tree(path), _calibrated_rates(path)
     if not rates:
         return topology, [0.5 ** len(entry) for entry in topology.paths]
     topology = _topology(path, list(rates))
     return topology, [rates[entry] for entry in topology.paths]
 
 
-def calibrated_rates(path: Path) -> dict[Ranks, float]:
-    """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it.
+def read_weighed(path: Path) -> tuple[Topology, list[float] | None]:
+    """Read a tree, and the acceptance probabilities of its paths from calibration, if it has one for each of them."""
+    topology, rates = read_tree(path), _calibrated_rates(path)
+    known = all(entry in rates for entry in topology.paths)
+    return topology, [rates[entry] for entry in topology.paths] if known else None
 
-    Raises:
-        FileNotFoundError, ValueError: as :func:`read_tree`.
-    """
-    content = _read_content(path)
+
+def _calibrated_rates(path: Path) -> dict[Ranks, float]:
+    """The acceptance probability of each path of ``calibration.candidates`` in ``tree.json``; none without it."""
+    content = read_content(path)
     calibration = content.get("calibration") if isinstance(content, dict) else None
     entries = calibration.get("candidates") if isinstance(calibration, dict) else None
     rates: dict[Ranks, float] = {}
     for entry in entries if isinstance(entries, list) else []:
         ranks, rate = (entry.get("path"), entry.get("rate")) if isinstance(entry, dict) else (None, None)
-        if (
-            not isinstance(ranks, list)
-            or not all(type(rank) is int for rank in ranks)
-            or not isinstance(rate, int | float)
-        ):
+        if not (isinstance(ranks, list) and all(type(r) is int for r in ranks) and isinstance(rate, int | float)):
             raise ValueError(f'{path}: a candidate is {entry!r}, not {{"path": [0, 1], "rate": 0.4}}')
         rates[tuple(ranks)] = float(rate)
     return rates

@@ -37,20 +37,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class Verdict:
     """Result of verifying a tree, on the device.
 
-    path: ``[B, A]`` int64 node numbers by depth, the root (0) first; entry d beyond the accepted length is d.
-    length: ``[B]`` int64 number of accepted drafted tokens, the root excluded.
-    node: ``[B]`` int64 the last accepted node.
-    bonus: ``[B]`` int64 the target's token after it: the next root.
     finite: ``[B]`` bool, False if the target's logits at a node of the path are NaN or +∞, or all −∞; nothing may be
         committed then.
     own_path: ``[B, A]`` int64, for a drafter whose tree was merged with others: the numbers of ``path`` in its own
         tree, −1 where it did not propose the node; None if the tree is its own.
     """
 
-    path: Tensor
-    length: Tensor
-    node: Tensor
-    bonus: Tensor
+    path: Tensor  # [B, A] int64 node numbers by depth, the root (0) first; entry d beyond the accepted length is d
+    length: Tensor  # [B] int64, number of accepted drafted tokens, the root excluded
+    node: Tensor  # [B] int64, the last accepted node
+    bonus: Tensor  # [B] int64, the target's token after it: the next root
     finite: Tensor
     own_path: Tensor | None = None
 
@@ -71,35 +67,18 @@ def verify_sample(
     Committed tokens have the distribution of plain sampling if each draw comes from its q (ALGORITHMS §2).
 
     Args:
-        tree: the drafted tree.
         logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
             penalty is in use. The kernels compute p from them where they need it.
         settings: the sampling parameters but the penalty.
-        uniforms: ``[B, N, K]`` float32 in [0, 1), fresh.
-        bonus_uniform: ``[B]`` float32 in [0, 1), fresh.
+        uniforms, bonus_uniform: ``[B, N, K]`` and ``[B]`` float32 in [0, 1), fresh.
         max_depth: of any tree (A − 1).
         draws: the tree's own if left out; one-hot draws, at most K of a node, if it has none.
     """
     draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
-    s = settings
+    parts = draws.child, draws.kind, draws.q_row, draws.q
+    random, uses = (uniforms, bonus_uniform), settings.uses[:3]
     return Verdict(
-        *kernels.verify_logits(
-            logits,
-            s.temperature,
-            s.top_k,
-            s.top_p,
-            s.min_p,
-            tree.tokens,
-            draws.child,
-            draws.kind,
-            draws.q_row,
-            draws.q,
-            uniforms,
-            bonus_uniform,
-            max_depth,
-            draws.ids,
-            s.uses[:3],
-        )
+        *kernels.verify_logits(logits, *settings.filters, tree.tokens, *parts, *random, max_depth, draws.ids, uses)
     )
 
 
@@ -150,17 +129,12 @@ class Verifier:
         for row, sampling in enumerate(samplings, rows.start):
             self.settings.set_row(row, sampling)
         if self.settings.uses_penalty:
+            shape, device = (len(self.step), self.target.vocab_size), self.target.device
             if self.seen is None:  # texts that began before have no penalty and do not need it
-                self.seen = torch.zeros(
-                    len(self.step), self.target.vocab_size, dtype=torch.uint8, device=self.target.device
-                )
+                self.seen = torch.zeros(shape, dtype=torch.uint8, device=device)
             self.seen[rows] = 0
             for row, prompt in enumerate(prompts, rows.start):
-                self.seen[row, torch.tensor(list(prompt), device=self.target.device)] = 1
-
-    def reset(self) -> None:
-        """Clear the usage flags of the sampling parameters; no row holds a text."""
-        self.settings.clear_usage()
+                self.seen[row, torch.tensor(list(prompt), device=device)] = 1
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
@@ -182,24 +156,12 @@ class Verifier:
             p = sampling_distribution(logits[:, None], settings, seen)[:, 0]
             token, finite = p.argmax(-1), ~p[:, 0].isnan()
         else:  # the bonus tokens of trees of one node, without draws
-            s, root = settings, self.step[rows, None]  # in place of the tokens: not read
-            uniform = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0]
-            none = root[..., None][..., :0]
+            root = self.step[rows, None]  # in place of the tokens: not read
+            uniform, none = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0], root[..., None][..., :0]
+            logits, uniforms = penalised(logits[:, None], settings, seen), uniform[:, None, None][..., :0]
+            draws = none, none, none, None, uniforms, uniform
             *_, token, finite = kernels.verify_logits(
-                penalised(logits[:, None], s, seen),
-                s.temperature,
-                s.top_k,
-                s.top_p,
-                s.min_p,
-                root,
-                none,
-                none,
-                none,
-                None,
-                uniform[:, None, None][..., :0],
-                uniform,
-                0,
-                uses=s.uses[:3],
+                logits, *settings.filters, root, *draws, 0, uses=settings.uses[:3]
             )
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)

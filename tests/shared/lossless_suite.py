@@ -565,7 +565,7 @@ def caches(step: Step) -> list[torch.Tensor]:
     own = [each.cache for each in (step, *drafters) if isinstance(getattr(each, "cache", None), KVCache)]
     return [
         *itertools.chain(*(cache._storages for cache in own)),
-        *(each.keys for each in drafters if hasattr(each, "keys")),
+        *(each.layer.keys for each in drafters if hasattr(each, "layer")),
     ]
 
 

@@ -13,7 +13,7 @@ from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
 from tiny_models import SPARSE
 
-from draftsmith.inference.drafters import eagle as eagle_drafter
+from draftsmith.inference.drafters import eagle_layer
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -128,13 +128,13 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
 def test_other_ways_to_run_the_layer_of_an_imported_drafter(make_target, monkeypatch, path):
     """Without tree attention as a kernel, and by the kernels that a GPU has, here by their definitions."""
     if path == "plain":
-        monkeypatch.setattr(eagle_drafter, "runs_kernel", lambda *_: False)
+        monkeypatch.setattr(eagle_layer, "runs_kernel", lambda *_: False)
     else:
-        monkeypatch.setattr(eagle_drafter, "why_not_triton", lambda *_: None)
+        monkeypatch.setattr(eagle_layer, "why_not_triton", lambda *_: None)
     target = suite.phrases(make_target)
     drafter = Checked(fitted(target, make_target, "imported"), target, TREES["sparse"])
     serve(target, drafter, count=9)
-    assert drafter.native is None and drafter.seen["depth 2"], drafter.seen
+    assert drafter.layer.native is None and drafter.seen["depth 2"], drafter.seen
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -164,7 +164,7 @@ def test_scaled_rotary_positions(make_target):
     drafter = Checked(untrained(target), target, (2, 1))
     assert drafter.eagle.config.rope_parameters == target.config.rope_parameters
     serve(target, drafter, count=12)
-    assert float(drafter.table[:, :8].abs().max()) > 1
+    assert float(drafter.layer.table[:, :8].abs().max()) > 1
 
 
 class ShiftedFeatures(Checked):
@@ -185,9 +185,9 @@ class ShiftedKeys(Checked):
     """Wrong: a prompt's keys are rotated to the next position."""
 
     def _write_keys(self, *args):
-        table, self.table = self.table, self.table.roll(-1, 0)
+        table, self.layer.table = self.layer.table, self.layer.table.roll(-1, 0)
         super()._write_keys(*args)
-        self.table = table
+        self.layer.table = table
 
 
 class ShiftedDrafts(Checked):
@@ -203,17 +203,17 @@ class SwappedNorms(Checked):
 
     def __init__(self, *args):
         super().__init__(*args)
-        one, other = self.pair_input.embedding_norm, self.pair_input.hidden_norm
-        self.pair_input.embedding_norm, self.pair_input.hidden_norm = other, one
+        pair = self.layer.pair_input
+        pair.embedding_norm, pair.hidden_norm = pair.hidden_norm, pair.embedding_norm
 
 
 class NormedStates(Checked):
     """Wrong: drafts continue with the normed hidden state, and the LM head reads it normed twice."""
 
     def _run(self, *args, **options):
-        assert self.norm is not None
+        assert self.layer.norm is not None
         hidden, normed = super()._run(*args, **options)
-        return self.norm(hidden), self.norm(normed)
+        return self.layer.norm(hidden), self.layer.norm(normed)
 
 
 @pytest.mark.parametrize(
