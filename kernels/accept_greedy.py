@@ -70,15 +70,8 @@ def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_d
 
 @jit(
     do_not_specialize=[
-        "length",
-        "node",
-        "bonus",
         "nodes",
-        "words",
         "max_depth",
-        "choice_row",
-        "best_row",
-        "tokens_row",
         "parent_row",
         "depth_row",
         "ancestors_row",
@@ -88,26 +81,10 @@ def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_d
     ]
 )
 def _accept_greedy_kernel(
-    choice,
-    best,
-    tokens,
-    parent,
-    depth,
-    ancestors,
-    valid,
-    active,
-    committed,
-    path,
-    length,
-    node,
-    bonus,
-    finite,
+    inputs,
+    outputs,
     nodes,
-    words,
     max_depth,
-    choice_row,
-    best_row,
-    tokens_row,
     parent_row,
     depth_row,
     ancestors_row,
@@ -118,11 +95,13 @@ def _accept_greedy_kernel(
     BLOCK_A: constexpr,
 ):
     """One program per row of the batch, one lane per node."""
+    choice, best, tokens, parent, depth, ancestors, valid, active = inputs
+    committed, path, length, node, bonus, finite = outputs
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK_N)
     exists = n < nodes
-    choice += row * choice_row
-    tokens += row * tokens_row
+    choice += row * nodes
+    tokens += row * nodes
     ancestors += row * ancestors_row
     path += row * (max_depth + 1)
     committed += row * committed_row
@@ -135,7 +114,7 @@ def _accept_greedy_kernel(
     # The nodes that disagree as a bitset, word by word: the sum of distinct bits is their union.
     bit = tl.where(agrees, 0, 1).to(tl.int64) << (n % 64)
     rejecting = tl.zeros([BLOCK_N], tl.int64)  # by node: those among its ancestors
-    for word in range(words):
+    for word in range(tl.cdiv(nodes, 64)):
         wrong = tl.sum(tl.where(n // 64 == word, bit, 0), 0)
         rejecting |= tl.load(ancestors + n * ancestors_node + word, mask=exists, other=0) & wrong
     accepted = agrees & (rejecting == 0)
@@ -148,7 +127,7 @@ def _accept_greedy_kernel(
 
     own_word = tl.load(ancestors + last * ancestors_node + n // 64, mask=exists, other=0)
     on_path = exists & ((((own_word >> (n % 64)) & 1) != 0) | (n == 0))
-    value = tl.load(best + row * best_row + n, mask=on_path, other=0.0).to(tl.float32)
+    value = tl.load(best + row * nodes + n, mask=on_path, other=0.0).to(tl.float32)
     all_finite = tl.min(tl.where(tl.abs(value) < float("inf"), 1, 0), 0)
     count = tl.where(tl.load(active + row) != 0, accepted_length + 1, 0)
 
@@ -211,41 +190,18 @@ def accept_greedy(
     rows, nodes = tokens.shape
     assert committed.shape[1] >= max_depth + 2
     assert committed.stride(-1) == 1
-    choice, best, tokens, parent = dense(choice), dense(best), dense(tokens), dense(parent)
-    depth, ancestors, valid, active = dense(depth), dense(ancestors), dense(valid), dense(active)
+    choice, best, tokens = choice.contiguous(), best.contiguous(), tokens.contiguous()
+    parent, depth, ancestors, valid, active = (dense(each) for each in (parent, depth, ancestors, valid, active))
     path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=choice.device)
-    length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=choice.device)
+    length, node, bonus = (torch.empty(rows, dtype=torch.int64, device=choice.device) for _ in range(3))
     finite = torch.empty(rows, dtype=torch.bool, device=choice.device)
+    inputs = (choice, best, tokens, parent, depth, ancestors, valid.view(torch.int8), active.view(torch.int8))
+    outputs = (committed, path, length, node, bonus, finite.view(torch.int8))
+    strides = (parent.stride(0), depth.stride(0), *ancestors.stride()[:2], valid.stride(0), committed.stride(0))
+    tile = {"BLOCK_N": next_power(nodes, 64), "BLOCK_A": next_power(max_depth + 1, 16)}
     with torch.cuda.device_of(choice):
         _accept_greedy_kernel[(rows,)](
-            choice,
-            best,
-            tokens,
-            parent,
-            depth,
-            ancestors,
-            valid.view(torch.int8),
-            active.view(torch.int8),
-            committed,
-            path,
-            length,
-            node,
-            bonus,
-            finite.view(torch.int8),
-            nodes,
-            ancestors.shape[2],
-            max_depth,
-            choice.stride(0),
-            best.stride(0),
-            tokens.stride(0),
-            parent.stride(0),
-            depth.stride(0),
-            *ancestors.stride()[:2],
-            valid.stride(0),
-            committed.stride(0),
-            BLOCK_N=next_power(nodes, 64),
-            BLOCK_A=next_power(max_depth + 1, 16),
-            num_warps=1 if nodes <= 64 else 4,
+            inputs, outputs, nodes, max_depth, *strides, **tile, num_warps=1 if nodes <= 64 else 4
         )
     return path, length, node, bonus, finite
 
@@ -268,21 +224,10 @@ def advance_reference(
 
 @jit(do_not_specialize=["node", "bonus", "length"])
 def _advance_kernel(
-    lengths,
-    root,
-    feature,
-    features,
-    node,
-    bonus,
-    length,
-    active,
-    width,
-    feature_row,
-    features_row,
-    features_node,
-    BLOCK: constexpr,
+    state, features, node, bonus, length, active, width, feature_row, features_row, features_node, BLOCK: constexpr
 ):
     """One program per row and block of the feature; the first of a row also writes its length and root."""
+    lengths, root, feature = state
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = features + row * features_row + tl.load(node + row) * features_node
@@ -324,18 +269,8 @@ def advance(
     length, active = dense(length), dense(active)
     assert feature.stride(1) == 1 and lengths.is_contiguous() and root.is_contiguous()
     with torch.cuda.device_of(features):
+        verdict = (node, bonus, length, active.view(torch.int8))
+        sizes = (width, feature.stride(0), *features.stride()[:2])
         _advance_kernel[(rows, -(-width // block))](
-            lengths,
-            root,
-            feature,
-            features,
-            node,
-            bonus,
-            length,
-            active.view(torch.int8),
-            width,
-            feature.stride(0),
-            *features.stride()[:2],
-            BLOCK=block,
-            num_warps=4,
+            (lengths, root, feature), features, *verdict, *sizes, BLOCK=block, num_warps=4
         )

@@ -43,24 +43,10 @@ def add_norm_reference(
 
 @jit
 def _add_norm_kernel(
-    x,
-    y,
-    weight,
-    bias,
-    after,
-    out,
-    width,
-    eps,
-    after_eps,
-    factor,
-    x_row,
-    y_part,
-    y_row,
-    out_row,
-    PARTS: constexpr,
-    BLOCK: constexpr,
+    tensors, width, eps, after_eps, factor, x_row, y_part, y_row, out_row, PARTS: constexpr, BLOCK: constexpr
 ):
     """One program per row, which stays in registers."""
+    x, y, weight, bias, after, out = tensors
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     inside = place < width
@@ -83,12 +69,6 @@ def _add_norm_kernel(
         own = rounded.to(tl.float32)
     own = own * tl.rsqrt(tl.sum(own * own, 0) / width + eps) * out_scale
     tl.store(out + row * out_row + place, own.to(out.dtype.element_ty), mask=inside)
-
-
-def add_norm_tile(width: int) -> dict[str, int]:
-    """The kernel's block size and warps: a few elements per thread, so that one row alone is loaded at once."""
-    block = next_power(width)
-    return {"BLOCK": block, "num_warps": max(1, min(block // 256, 16))}
 
 
 def add_norm(
@@ -124,21 +104,10 @@ def add_norm(
     if why_not_triton(x):
         if cpu.runs(x) and (y is None or (len(y) == 1 and y.dtype == x.dtype and y.stride(-1) == 1)):
             weight, after = weight.float(), None if after is None else after.float()
-            cpu.function("add_norm", x.dtype)(
-                x.data_ptr(),
-                cpu.address(y),
-                cpu.address(bias),
-                cpu.address(after),
-                after_eps,
-                factor,
-                weight.data_ptr(),
-                eps,
-                out.data_ptr(),
-                *x.shape,
-                x.stride(0),
-                0 if y is None else y.stride(1),
-                out.stride(0),
-            )
+            strides = (x.stride(0), 0 if y is None else y.stride(1), out.stride(0))
+            branch = (*map(cpu.address, (x, y, bias, after)), after_eps, factor)
+            norm = (weight.data_ptr(), eps, out.data_ptr())
+            cpu.function("add_norm", x.dtype)(*branch, *norm, *x.shape, *strides)
             return
         add_norm_reference(x, y, weight, eps, out, bias=bias, after=after, after_eps=after_eps, factor=factor)
         return
@@ -146,22 +115,9 @@ def add_norm(
     assert out.shape == x.shape and (y is None or y.shape[1:] == x.shape)
     y = None if y is None else dense(y)
     assert all(one is None or one.stride(-1) == 1 for one in (x, weight, out, bias, after))
+    parts, part, row = (0, 0, 0) if y is None else (len(y), *y.stride()[:2])
+    sizes = (width, eps, after_eps, factor, x.stride(0), part, row, out.stride(0))
+    block = next_power(width)
+    warps = max(1, min(block // 256, 16))  # a few elements per thread, so that one row alone is loaded at once
     with torch.cuda.device_of(x):
-        _add_norm_kernel[(rows,)](
-            x,
-            y,
-            weight,
-            bias,
-            after,
-            out,
-            width,
-            eps,
-            after_eps,
-            factor,
-            x.stride(0),
-            0 if y is None else y.stride(0),
-            0 if y is None else y.stride(1),
-            out.stride(0),
-            PARTS=0 if y is None else len(y),
-            **add_norm_tile(width),
-        )
+        _add_norm_kernel[(rows,)]((x, y, weight, bias, after, out), *sizes, PARTS=parts, BLOCK=block, num_warps=warps)

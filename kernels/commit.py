@@ -28,21 +28,9 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
     slots.index_put_((row, target), slots[row, source])
 
 
-@jit(do_not_specialize=["path_stride"])
+@jit(do_not_specialize=["slots", "path_stride"])
 def _commit_kernel(
-    storage,
-    lengths,
-    path,
-    length,
-    heads,
-    width,
-    layer_stride,
-    row_stride,
-    head_stride,
-    slot_stride,
-    path_stride,
-    BLOCK_H: constexpr,
-    BLOCK_D: constexpr,
+    storage, lengths, path, length, heads, slots, width, path_stride, BLOCK_H: constexpr, BLOCK_D: constexpr
 ):
     """One program per (layer, key or value), row and block of heads. The same thread loads and
     stores an element at every depth, so the moves happen in the program's order without a barrier."""
@@ -50,20 +38,15 @@ def _commit_kernel(
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     inside = (head < heads)[:, None] & (d < width)[None, :]
-    base = storage + tl.program_id(0).to(tl.int64) * layer_stride + row * row_stride
-    base += tl.load(lengths + row) * slot_stride
+    head_stride = slots.to(tl.int64) * width
+    base = storage + (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + row) * heads * head_stride
+    base += tl.load(lengths + row) * width
     tile = base + head.to(tl.int64)[:, None] * head_stride + d[None, :]  # [BLOCK_H, BLOCK_D], of slot L
     for depth in range(1, tl.load(length + row) + 1):
         node = tl.load(path + row * path_stride + depth)
         if node != depth:
-            values = tl.load(tile + node * slot_stride, mask=inside)
-            tl.store(tile + depth * slot_stride, values, mask=inside)
-
-
-def commit_tile(heads: int, width: int) -> dict[str, int]:
-    """The kernel's block sizes: about 1024 elements, so that each thread moves a few elements of a depth at once."""
-    block_d = next_power(width)
-    return {"BLOCK_H": min(next_power(heads), max(1, 1024 // block_d)), "BLOCK_D": block_d, "num_warps": 4}
+            values = tl.load(tile + node * width, mask=inside)
+            tl.store(tile + depth * width, values, mask=inside)
 
 
 def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
@@ -81,21 +64,10 @@ def commit(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> No
         return
     assert storage.is_contiguous()
     lengths, path, length = dense(lengths), dense(path), dense(length)
-    layers, _, rows, heads, _, width = storage.shape
-    _, layer_stride, row_stride, head_stride, slot_stride, _ = storage.stride()
-    tile = commit_tile(heads, width)
+    layers, _, rows, heads, slots, width = storage.shape
+    # About 1024 elements, so that each thread moves a few elements of a depth at once.
+    block_d = next_power(width)
+    tile = {"BLOCK_H": min(next_power(heads), max(1, 1024 // block_d)), "BLOCK_D": block_d, "num_warps": 4}
+    sizes = (heads, slots, width, path.stride(0))
     with torch.cuda.device_of(storage):
-        _commit_kernel[(2 * layers, rows, -(-heads // tile["BLOCK_H"]))](
-            storage,
-            lengths,
-            path,
-            length,
-            heads,
-            width,
-            layer_stride,
-            row_stride,
-            head_stride,
-            slot_stride,
-            path.stride(0),
-            **tile,
-        )
+        _commit_kernel[(2 * layers, rows, -(-heads // tile["BLOCK_H"]))](storage, lengths, path, length, *sizes, **tile)

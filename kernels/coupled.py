@@ -75,29 +75,21 @@ def coupled_topk_reference(
     return finite, score[..., :count], ids.clamp(min=0).expand(-1, x.shape[1], -1).gather(2, place)
 
 
-@jit(do_not_specialize=["nodes", "candidates", "logits_row", "logits_node", "tokens_row", "seed_row"])
+@jit(do_not_specialize=["nodes", "logits_row", "logits_node", "tokens_row", "seed_row"])
 def _coupled_kernel(
-    logits,
-    scalars,
-    best,
-    seed,
-    positions,
-    tokens,
-    values,
-    ids,
+    tensors,
     nodes,
     vocabulary,
     count,
-    candidates,
     logits_row,
     logits_node,
     tokens_row,
     seed_row,
-    GREEDY: constexpr,
     STREAM: constexpr,
     BLOCK: constexpr,
 ):
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
+    logits, scalars, best, seed, positions, tokens, values, ids = tensors
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +116,7 @@ def _coupled_kernel(
     scaled = tl.div_rn(value.to(tl.float32) - tl.load(scalars + node * 4), tl.load(scalars + node * 4 + 1))
     score = scaled - tl.log(exponential)
     floor = tl.load(scalars + node * 4 + 2)
-    if GREEDY:
+    if best is not None:
         greedy = tl.load(best + node) >= 0
         score = tl.where(greedy, scaled, score)
         floor = tl.where(greedy, float("-inf"), floor)
@@ -133,7 +125,7 @@ def _coupled_kernel(
     kept = inside & (scaled >= floor) & (scaled > float("-inf"))
     none = -0x7F80000100000000  # as in kernels/head_topk.py
     left = tl.where(inside, packed(tl.where(kept, score, -3e38), x), none)  # others in order of their ids
-    place = node * candidates + tl.program_id(1) * count
+    place = (node * tl.num_programs(1) + tl.program_id(1)) * count
     for rank in range(count):
         first = tl.max(left, 0)
         best_score, best_id = unpacked(first)
@@ -180,18 +172,10 @@ def coupled_topk(
         finite = torch.empty(rows, nodes, device=device)
         scores = torch.empty(rows, nodes, count, device=device)
         ids = torch.empty(rows, nodes, count, dtype=torch.int64, device=device)
+        tokens_row = 0 if tokens is None or tokens.ndim == 1 else vocabulary
+        sizes, out = (rows, nodes, vocabulary), map(cpu.address, (finite, scores, ids))
         cpu.function("coupled", logits.dtype)(
-            logits.data_ptr(),
-            rows,
-            nodes,
-            vocabulary,
-            cpu.address(tokens),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary,
-            *(x.data_ptr() for x in by_row),
-            count,
-            finite.data_ptr(),
-            scores.data_ptr(),
-            ids.data_ptr(),
+            logits.data_ptr(), *sizes, cpu.address(tokens), tokens_row, *map(cpu.address, by_row), count, *out
         )
         return finite, scores, ids
     if why_not_triton(logits) or count > MAX_COUNT:
@@ -203,27 +187,11 @@ def coupled_topk(
     values = torch.empty(rows * nodes, blocks * count, dtype=torch.float32, device=device)
     places = torch.empty(rows * nodes, blocks * count, dtype=torch.int32, device=device)
     with torch.cuda.device_of(logits):
+        best, own = greedy if uses[0] else None, None if tokens is None else tokens.contiguous()
+        tensors = (logits, scalars, best, seed, positions, own, values, places)
+        strides = (*logits.stride()[:2], 0 if own is None or own.ndim == 1 else vocabulary, seed.stride(0))
         _coupled_kernel[(rows * nodes, blocks)](
-            logits,
-            scalars,
-            greedy,
-            seed,
-            positions,
-            None if tokens is None else tokens.contiguous(),
-            values,
-            places,
-            nodes,
-            vocabulary,
-            count,
-            blocks * count,
-            logits.stride(0),
-            logits.stride(1),
-            0 if tokens is None or tokens.ndim == 1 else vocabulary,
-            seed.stride(0),
-            GREEDY=uses[0],
-            STREAM=_STREAM,
-            BLOCK=block,
-            num_warps=4,
+            tensors, nodes, vocabulary, count, *strides, STREAM=_STREAM, BLOCK=block, num_warps=4
         )
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)

@@ -51,25 +51,9 @@ class Pass(ctypes.Structure):
     """The sizes and strides of a forward pass, in the order of kernels/cpu.cpp."""
 
     _fields_ = [
-        *(
-            (name, _LONG)
-            for name in (
-                "rows",
-                "queries",
-                "tree_keys",
-                "hidden",
-                "inputs",
-                "layers",
-                "positions_batch",
-                "positions_node",
-                "slots_batch",
-                "slots_node",
-                "ancestors_batch",
-                "ancestors_query",
-                "depth_batch",
-                "key_depth_batch",
-            )
-        ),
+        *((name, _LONG) for name in ("rows", "queries", "tree_keys", "hidden", "inputs", "layers")),
+        *((name, _LONG) for name in ("positions_batch", "positions_node", "slots_batch", "slots_node")),
+        *((name, _LONG) for name in ("ancestors_batch", "ancestors_query", "depth_batch", "key_depth_batch")),
         ("norm_eps", ctypes.c_double),
     ]
 
@@ -113,16 +97,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.stride(0) != weight.shape[1]:
         weight = weight.contiguous()
     out = x.new_empty(len(x), len(weight))
-    function("product", x.dtype)(
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        address(bias),
-        out.data_ptr(),
-        out.stride(0),
-        *x.shape,
-        len(weight),
-    )
+    tensors = (weight.data_ptr(), address(bias), out.data_ptr())
+    function("product", x.dtype)(x.data_ptr(), x.stride(0), *tensors, out.stride(0), *x.shape, len(weight))
     return out
 
 

@@ -324,55 +324,20 @@ def few_rows_product(
     assert out.stride(2) == 1 and (matrix.stride(0) == 1 or inputs == 1)
     grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
     weight, eps = norm or (None, 0.0)
-    per_part, pdl = part_length(inputs, form), bool(os.environ.get(PDL)) and not INTERPRETING
-    options = {"ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "num_warps": form.num_warps}
-    if pdl:
-        options["launch_pdl"] = True
+    pdl = bool(os.environ.get(PDL)) and not INTERPRETING
+    tile = {"ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "BLOCK_N": form.outputs, "BLOCK_K": form.inputs}
+    options = {**tile, "num_warps": form.num_warps, **({"launch_pdl": True} if pdl else {})}
+    tensors, sizes = (x, matrix, out, weight, bias), (inputs, outputs, part_length(inputs, form))
+    strides = (x.stride(0), matrix.stride(1), *out.stride()[:2])
     with torch.cuda.device_of(x):
         if form.kernel == "vector":
             _vector_kernel[grid](
-                x,
-                matrix,
-                out,
-                weight,
-                bias,
-                inputs,
-                outputs,
-                per_part,
-                eps,
-                factor,
-                matrix.stride(1),
-                out.stride(0),
-                ADD=add,
-                BLOCK_N=form.outputs,
-                BLOCK_K=form.inputs,
-                STAGES=form.num_stages,
-                **options,
+                *tensors, *sizes, eps, factor, *strides[1:3], ADD=add, STAGES=form.num_stages, **options
             )
         else:
-            _few_rows_kernel[grid](
-                x,
-                matrix,
-                out,
-                weight,
-                bias,
-                rows,
-                rows if add else 0,
-                inputs,
-                outputs,
-                per_part,
-                eps,
-                factor if add else 1.0,
-                x.stride(0),
-                matrix.stride(1),
-                out.stride(0),
-                out.stride(1),
-                BLOCK_M=next_power(rows, 16),
-                BLOCK_N=form.outputs,
-                BLOCK_K=form.inputs,
-                num_stages=form.num_stages,
-                **options,
-            )
+            held, factor = (rows, factor) if add else (0, 1.0)
+            options |= {"BLOCK_M": next_power(rows, 16), "num_stages": form.num_stages}
+            _few_rows_kernel[grid](*tensors, rows, held, *sizes, eps, factor, *strides, **options)
     return out
 
 
@@ -414,17 +379,9 @@ def sum_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
     assert bias is None or bias.stride(0) == 1
     count, rows, outputs = parts.shape
     block = min(1024, next_power(outputs))
+    strides = (*parts.stride()[:2], out.stride(0))
     with torch.cuda.device_of(parts):
         _sum_parts_kernel[(rows, -(-outputs // block))](
-            parts,
-            bias,
-            out,
-            outputs,
-            parts.stride(0),
-            parts.stride(1),
-            out.stride(0),
-            PARTS=count,
-            BLOCK=block,
-            num_warps=4,
+            parts, bias, out, outputs, *strides, PARTS=count, BLOCK=block, num_warps=4
         )
     return out

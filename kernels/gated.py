@@ -86,11 +86,6 @@ def _gated_kernel(
     tl.store(out + row * out_row + place, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def gated_tile(width: int) -> dict[str, int]:
-    """The kernel's block size and warps: small blocks, so that even a single row has many programs."""
-    return {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
-
-
 def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None) -> None:
     """Write the gated activation to ``out``. The last stride of ``out`` and ``bias`` is 1.
 
@@ -108,15 +103,9 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
         raise ValueError(f"act is {act!r}, which is none of {', '.join(ACTS)}.")
     if why_not_triton(gate_up):
         if cpu.runs(out) and len(gate_up) == 1 and gate_up.dtype == out.dtype and gate_up.stride(-1) == 1:
-            cpu.function("gated", out.dtype)(
-                gate_up.data_ptr(),
-                out.data_ptr(),
-                cpu.address(bias),
-                CPU_ACTS.index(act),
-                *out.shape,
-                gate_up.stride(1),
-                out.stride(0),
-            )
+            tensors = map(cpu.address, (gate_up, out, bias))
+            strides = (gate_up.stride(1), out.stride(0))
+            cpu.function("gated", out.dtype)(*tensors, CPU_ACTS.index(act), *out.shape, *strides)
             return
         gated_reference(gate_up, out, act, bias=bias)
         return
@@ -124,17 +113,9 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     assert gate_up.shape[1:] == (rows, 2 * width)
     gate_up = dense(gate_up)
     assert all(one is None or one.stride(-1) == 1 for one in (out, bias))
-    tile = gated_tile(width)
+    # Small blocks, so that even a single row has many programs.
+    tile = {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
+    tile |= {"PARTS": len(gate_up), "GELU": act == "gelu_tanh"}
+    strides = (*gate_up.stride()[:2], out.stride(0))
     with torch.cuda.device_of(gate_up):
-        _gated_kernel[(rows, -(-width // tile["BLOCK"]))](
-            gate_up,
-            out,
-            bias,
-            width,
-            gate_up.stride(0),
-            gate_up.stride(1),
-            out.stride(0),
-            PARTS=len(gate_up),
-            GELU=act == "gelu_tanh",
-            **tile,
-        )
+        _gated_kernel[(rows, -(-width // tile["BLOCK"]))](gate_up, out, bias, width, *strides, **tile)

@@ -63,21 +63,17 @@ def unpacked(both):
     return value, 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
 
 
-@jit(do_not_specialize=["rows", "count", "candidates"])
+@jit(do_not_specialize=["rows", "count"])
 def _block_topk_kernel(
     features,
     weight,
-    values,
-    ids,
-    tops,
-    sums,
+    outputs,
     rows,
     width,
     vocabulary,
     features_row,
     weight_row,
     count,
-    candidates,
     ARGMAX: constexpr,
     BLOCK_M: constexpr,
     BLOCK_V: constexpr,
@@ -85,6 +81,7 @@ def _block_topk_kernel(
 ):
     """One program per block of rows and of the vocabulary: logits by tl.dot, then ``count`` times the best remaining.
     ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
+    values, ids, tops, sums = outputs
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     known = token < vocabulary
@@ -109,7 +106,7 @@ def _block_topk_kernel(
         tl.store(sums + at, total, mask=row < rows)
     none = -0x7F80000100000000  # packed(−inf, 2³¹ − 1), for what was taken or is no candidate
     left = tl.where(candidate, packed(logits, token[None, :]), none)
-    place = row.to(tl.int64) * candidates + tl.program_id(1) * count
+    place = (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * count
     for rank in range(count):
         best = tl.max(left, 1)
         value, best_id = unpacked(best)  # a block with no token left stores −inf and an id beyond the vocabulary
@@ -203,20 +200,10 @@ def merge_topk(
         best_values = values.new_empty(rows, parts * count)
         best_ids = ids.new_empty((rows, parts * count), dtype=torch.int64 if parts == 1 else torch.int32)
         with torch.cuda.device_of(values):
+            lists = (values, ids, best_values, best_ids)
             last = (tops, sums, blocks, tokens) if parts == 1 else (None, None, 0, None)
-            _merge_topk_kernel[(rows, parts)](
-                values,
-                ids,
-                best_values,
-                best_ids,
-                count,
-                candidates,
-                vocabulary,
-                *last,
-                BLOCK=min(MERGED_AT_ONCE, 128 if candidates <= 128 else 1024),
-                BLOCK_P=next_power(max(1, blocks)),
-                num_warps=4,
-            )
+            tile = {"BLOCK": 128 if candidates <= 128 else MERGED_AT_ONCE, "BLOCK_P": next_power(max(1, blocks))}
+            _merge_topk_kernel[(rows, parts)](*lists, count, candidates, vocabulary, *last, **tile, num_warps=4)
         if parts == 1:
             return best_values, best_ids
         values, ids = best_values, best_ids
@@ -315,22 +302,9 @@ def _head_topk(
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)
     ids = features.new_empty((rows, blocks * count), dtype=torch.int32)
     tops, sums = features.new_empty((2, rows, blocks), dtype=torch.float32) if log_q else (None, None)
+    sizes = (rows, width, vocabulary, features.stride(0), weight.stride(0))
     with torch.cuda.device_of(features):
         _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
-            features,
-            weight,
-            values,
-            ids,
-            tops,
-            sums,
-            rows,
-            width,
-            vocabulary,
-            features.stride(0),
-            weight.stride(0),
-            count,
-            blocks * count,
-            ARGMAX=argmax,
-            **tile,
+            features, weight, (values, ids, tops, sums), *sizes, count, ARGMAX=argmax, **tile
         )
     return merge_topk(values, ids, count, vocabulary, tops, sums, tokens)

@@ -56,20 +56,15 @@ def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, ou
         bias: ``[N]``.
         out: ``[M, N]``, written to if given.
     """
-    if form != "blas":
-        return _few_rows(form, x, matrix, bias, out)
-    return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
-
-
-def _few_rows(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """:func:`product` in one of the forms of few rows; rounded once, as by ``addmm``."""
+    if form == "blas":
+        return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
     if out is None:
         out = x.new_empty(len(x), matrix.shape[1])
     if splits_of(form) == 1 and bias is None:
         partial_product(form, x, matrix, out[None])
         return out
     parts = x.new_empty((splits_of(form), *out.shape), dtype=torch.float32)
-    return sum_parts(partial_product(form, x, matrix, parts), out, bias)
+    return sum_parts(partial_product(form, x, matrix, parts), out, bias)  # rounded once, as by ``addmm``
 
 
 def splits_of(form: str) -> int:

@@ -55,31 +55,11 @@ def _normed(values, weight, place, inside, width, eps):
 
 @jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
 def _pair_input_kernel(
-    tokens,
-    embedding,
-    hidden,
-    above,
-    embedding_norm,
-    hidden_norm,
-    lengths,
-    depth,
-    pairs,
-    residual,
-    positions,
-    slots,
-    nodes,
-    first,
-    last,
-    width,
-    eps,
-    tokens_row,
-    embedding_row,
-    hidden_row,
-    hidden_node,
-    depth_row,
-    BLOCK: constexpr,
+    tensors, nodes, first, last, width, eps, tokens_row, table_row, hidden_row, hidden_node, depth_row, BLOCK: constexpr
 ):
     """One program per node, whose vectors stay in registers."""
+    tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, outputs = tensors
+    pairs, residual, positions, slots = outputs
     number = tl.program_id(0).to(tl.int64)
     row, node = number // nodes, number % nodes
     place = tl.arange(0, BLOCK)
@@ -89,7 +69,7 @@ def _pair_input_kernel(
     if above is not None:
         source = tl.load(above + node)
     own = tl.load(hidden + row * hidden_row + source * hidden_node + place, mask=inside, other=0.0)
-    embedded = tl.load(embedding + token * embedding_row + place, mask=inside, other=0.0).to(tl.float32)
+    embedded = tl.load(embedding + token * table_row + place, mask=inside, other=0.0).to(tl.float32)
     length = tl.load(lengths + row)
     tl.store(residual + number * width + place, own, mask=inside)
     embedded = _normed(embedded, embedding_norm, place, inside, width, eps)
@@ -138,30 +118,11 @@ def pair_input(
     positions, slots = tokens.new_empty((2, rows, nodes))
     embedding_norm, hidden_norm, eps = norms or (None, None, 0.0)
     block = next_power(width)
+    outputs = (pairs, residual, positions, slots)
+    tensors = (tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, outputs)
+    strides = (tokens.stride(0), embedding.stride(0), *hidden.stride()[:2], depth.stride(0))
     with torch.cuda.device_of(hidden):
         _pair_input_kernel[(rows * nodes,)](
-            tokens,
-            embedding,
-            hidden,
-            above,
-            embedding_norm,
-            hidden_norm,
-            lengths,
-            depth,
-            pairs,
-            residual,
-            positions,
-            slots,
-            nodes,
-            first,
-            last,
-            width,
-            eps,
-            tokens.stride(0),
-            embedding.stride(0),
-            *hidden.stride()[:2],
-            depth.stride(0),
-            BLOCK=block,
-            num_warps=max(1, min(block // 256, 16)),
+            tensors, nodes, first, last, width, eps, *strides, BLOCK=block, num_warps=max(1, min(block // 256, 16))
         )
-    return pairs, residual, positions, slots
+    return outputs

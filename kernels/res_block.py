@@ -26,22 +26,10 @@ def res_block_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @jit(do_not_specialize=["rows"])
 def _res_block_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    width,
-    x_head,
-    x_row,
-    weight_head,
-    weight_row,
-    bias_head,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
+    x, weight, bias, out, rows, width, strides, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr
 ):
     """One program per block of outputs and head; all rows in one tile."""
+    x_head, x_row, weight_head, weight_row, bias_head = strides
     head = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BLOCK_M)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,8 +88,7 @@ def res_block(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     assert weight.stride(2) == bias.stride(2) == 1 and x.dtype == weight.dtype == bias.dtype
     out = x.new_empty(heads, rows, width)
     tile = res_block_tile(heads, rows, width, x.dtype, multiprocessors(x.device))
+    strides = (*x.stride()[:2], *weight.stride()[:2], bias.stride(0))
     with torch.cuda.device_of(x):
-        _res_block_kernel[(-(-width // tile["BLOCK_N"]), heads)](
-            x, weight, bias, out, rows, width, *x.stride()[:2], *weight.stride()[:2], bias.stride(0), **tile
-        )
+        _res_block_kernel[(-(-width // tile["BLOCK_N"]), heads)](x, weight, bias, out, rows, width, strides, **tile)
     return out

@@ -50,28 +50,14 @@ def rotate_write_reference(
 
 @jit(do_not_specialize=["count", "positions_batch", "positions_node", "slots_batch", "slots_node"])
 def _rotate_write_kernel(
-    qkv,
-    table,
-    positions,
-    slots,
-    cache,
-    q_out,
-    bias,
-    norm,
+    tensors,
+    strides,
     eps,
     count,
-    qkv_part,
-    qkv_row,
-    table_row,
     positions_batch,
     positions_node,
     slots_batch,
     slots_node,
-    cache_batch,
-    cache_slot,
-    cache_kind,
-    cache_head,
-    norm_head,
     PARTS: constexpr,
     HEADS: constexpr,
     KV_HEADS: constexpr,
@@ -81,6 +67,8 @@ def _rotate_write_kernel(
 ):
     """One program per node and block of heads, of queries, keys and values alike. A head's two halves are two tiles
     [BLOCK_H, BLOCK_D], so that an element and its partner are in the same thread."""
+    qkv, table, positions, slots, cache, q_out, bias, norm = tensors
+    qkv_part, qkv_row, table_row, cache_batch, cache_slot, cache_kind, cache_head, norm_head = strides
     row = tl.program_id(0).to(tl.int64)
     batch = (tl.program_id(0) // count).to(tl.int64)
     node = (tl.program_id(0) % count).to(tl.int64)
@@ -131,13 +119,6 @@ def _rotate_write_kernel(
     tl.store(stored + HALF, out_second.to(cache.dtype.element_ty), mask=inside & (is_query == 0))
 
 
-def rotate_write_tile(heads: int, width: int) -> dict[str, int]:
-    """The kernel's block sizes, of ``heads`` = H + 2G heads: about 512 elements, few, so that even a single node has
-    several programs."""
-    block_d = next_power(width // 2)
-    return {"BLOCK_H": min(next_power(heads), max(1, 256 // block_d)), "BLOCK_D": block_d, "num_warps": 2}
-
-
 def rotate_write(
     qkv: Tensor,
     table: Tensor,
@@ -168,62 +149,27 @@ def rotate_write(
     """
     (rows, count, heads, width), kv_heads = q_out.shape, cache.shape[3]
     qkv, positions, slots = dense(qkv), dense(positions), dense(slots)
+    given = (positions.stride(0), positions.stride(1), 0 if len(slots) == 1 else slots.stride(0), slots.stride(1))
     if why_not_triton(qkv):
         if cpu.runs(q_out) and len(qkv) == 1 and qkv.dtype == table.dtype == q_out.dtype:
             norm = None if norm is None else norm.float()
-            cpu.function("rotate_write", q_out.dtype)(
-                qkv.data_ptr(),
-                table.data_ptr(),
-                positions.data_ptr(),
-                slots.data_ptr(),
-                cache.data_ptr(),
-                q_out.data_ptr(),
-                cpu.address(bias),
-                cpu.address(norm),
-                eps,
-                rows,
-                count,
-                heads,
-                kv_heads,
-                width,
-                qkv.stride(1),
-                table.stride(0),
-                *positions.stride(),
-                0 if len(slots) == 1 else slots.stride(0),
-                slots.stride(1),
-                *cache.stride()[:4],
-                0 if norm is None else norm.stride(0),
-            )
+            tensors = map(cpu.address, (qkv, table, positions, slots, cache, q_out, bias, norm))
+            norm_head = 0 if norm is None else norm.stride(0)
+            strides = (qkv.stride(1), table.stride(0), *given, *cache.stride()[:4], norm_head)
+            cpu.function("rotate_write", q_out.dtype)(*tensors, eps, rows, count, heads, kv_heads, width, *strides)
             return
         rotate_write_reference(qkv, table, positions, slots, cache, q_out, bias=bias, norm=norm, eps=eps)
         return
     assert qkv.shape[1:] == (rows * count, (heads + 2 * kv_heads) * width) and width % 2 == 0
     assert q_out.is_contiguous() and table.shape[1] == 2 * width and positions.shape == (rows, count)
     assert all(one is None or one.stride(-1) == 1 for one in (table, cache, bias, norm))
-    tile = rotate_write_tile(heads + 2 * kv_heads, width)
+    # About 512 elements, few, so that even a single node has several programs.
+    all_heads, block_d = heads + 2 * kv_heads, next_power(width // 2)
+    tile = {"BLOCK_H": min(next_power(all_heads), max(1, 256 // block_d)), "BLOCK_D": block_d, "num_warps": 2}
+    tile |= {"PARTS": len(qkv), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": width // 2}
+    tensors = (qkv, table, positions, slots, cache, q_out, bias, norm)
+    strides = (*qkv.stride()[:2], table.stride(0), *cache.stride()[:4], 0 if norm is None else norm.stride(0))
     with torch.cuda.device_of(qkv):
-        _rotate_write_kernel[(rows * count, -(-(heads + 2 * kv_heads) // tile["BLOCK_H"]))](
-            qkv,
-            table,
-            positions,
-            slots,
-            cache,
-            q_out,
-            bias,
-            norm,
-            eps,
-            count,
-            qkv.stride(0),
-            qkv.stride(1),
-            table.stride(0),
-            *positions.stride(),
-            0 if len(slots) == 1 else slots.stride(0),
-            slots.stride(1),
-            *cache.stride()[:4],
-            0 if norm is None else norm.stride(0),
-            PARTS=len(qkv),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            HALF=width // 2,
-            **tile,
+        _rotate_write_kernel[(rows * count, -(-all_heads // tile["BLOCK_H"]))](
+            tensors, strides, eps, count, *given, **tile
         )

@@ -24,6 +24,8 @@ Shape letters: B rows, N nodes, K draws of a node, V vocabulary.
 """
 # ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -157,13 +159,36 @@ def weights_at(logits, x, inside, maximum, temperature, floor, best, GREEDY: con
     return weights
 
 
+class TargetNodes(NamedTuple):
+    """What the kernels read of the target's distributions.
+
+    logits: ``[B, N, V]``, the strides of its rows and nodes being ``row`` and ``node``, the last one 1.
+    scalars, best: from :func:`distribution_scalars`; no ``best`` where no row has temperature 0.
+    """
+
+    logits: Tensor
+    scalars: Tensor
+    best: Tensor | None
+    vocabulary: int
+    row: int
+    node: int
+
+
 @jit
-def p_at(logits, scalars, best, x, inside, GREEDY: constexpr):
-    """p of the tokens x, 0 outside the mask; all pointers are those of one node."""
-    node_best = tl.load(best) if GREEDY else -1
-    weights = weights_at(
-        logits, x, inside, tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), node_best, GREEDY
-    )
+def at_node(target, batch, node, N):
+    """A node of a :class:`TargetNodes`: the pointer to its logits, and its number."""
+    return target.logits + batch * target.row + node * target.node, batch * N + node
+
+
+@jit
+def p_at(target, node, x, inside):
+    """p of the tokens x of a node (of :func:`at_node`), 0 outside the mask."""
+    logits, number = node
+    scalars, best = target.scalars + number * 4, -1
+    if target.best is not None:
+        best = tl.load(target.best + number)
+    maximum, temperature, floor = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    weights = weights_at(logits, x, inside, maximum, temperature, floor, best, target.best is not None)
     return weights / tl.load(scalars + 3)
 
 
@@ -263,42 +288,31 @@ def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: const
     return floor
 
 
-@jit(do_not_specialize=["N", "K", "temperature_row", "top_k_row", "top_p_row", "min_p_row", "child_row", "child_node"])
+@jit(do_not_specialize=["N", "K", "child_row", "child_node"])
 def _distribution_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    tokens,
-    child,
-    scalars,
-    best,
-    acceptance,
+    target,
+    settings,
+    strides,
+    drafts,
     N,
     K,
-    V,
-    logits_row,
-    logits_node,
-    temperature_row,
-    top_k_row,
-    top_p_row,
-    min_p_row,
     child_row,
     child_node,
-    GREEDY: constexpr,
-    TOP: constexpr,
-    MIN_P: constexpr,
-    DRAWS: constexpr,
     LOW: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
 ):
-    """One node per program: the maximum, the floor, then Z and the acceptance probabilities."""
+    """One node per program: the maximum, the floor, then Z and the acceptance probabilities.
+
+    target: the :class:`TargetNodes` to be described. settings: temperature, top-k, top-p, min-p, None where not in use;
+    ``strides``: their rows'.
+    drafts: tokens, children, and where the acceptance probabilities go; None: there are no draws.
+    """
+    temperature, top_k, top_p, min_p = settings
+    V = target.vocabulary
     node = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
-    place = batch * N + node
-    logits += batch * logits_row + node * logits_node
+    logits, place = at_node(target, batch, node, N)
     maxima = tl.full([BLOCK_V], float("-inf"), tl.float32)
     ids = tl.full([BLOCK_V], 0, tl.int32) + V  # of the maxima
     bad = tl.zeros([BLOCK_V], tl.int32)
@@ -306,14 +320,14 @@ def _distribution_kernel(
         x = start + tl.arange(0, BLOCK_V)
         value = tl.load(logits + x, mask=x < V, other=float("-inf")).to(tl.float32)
         bad |= ((value != value) | (value == float("inf"))).to(tl.int32)
-        if GREEDY:
+        if target.best is not None:
             ids = tl.where(value > maxima, x, ids)
         maxima = tl.maximum(maxima, value)
     maximum = tl.max(maxima, 0)
     finite = (tl.max(bad, 0) == 0) & (maximum > float("-inf"))
-    row_temperature = tl.load(temperature + batch * temperature_row)
+    row_temperature = tl.load(temperature + batch * strides[0])
     node_best = -1
-    if GREEDY:
+    if target.best is not None:
         node_best = tl.where(row_temperature == 0, tl.min(tl.where(maxima == maximum, ids, V), 0), -1)
     row_temperature = tl.where(row_temperature > 0, row_temperature, 1.0)
     floor = tl.full([], float("-inf"), tl.float32)
@@ -321,59 +335,45 @@ def _distribution_kernel(
     turns = tl.arange(0, BLOCK_K)
     exists = turns < 0
     token = turns.to(tl.int64) * 0 - 1
-    if DRAWS:
-        exists, token = draws_at(tokens + batch * N, child + batch * child_row + node * child_node, turns, K)
+    if drafts is not None:
+        exists, token = draws_at(drafts[0] + batch * N, drafts[1] + batch * child_row + node * child_node, turns, K)
     acceptances = tl.where(exists, 1.0, 0.0)  # of a node that is not finite, as in the definition
     if finite:
-        if TOP and node_best < 0:
-            floor = _top_floor(
-                logits,
-                maxima,
-                maximum,
-                row_temperature,
-                tl.load(top_k + batch * top_k_row),
-                tl.load(top_p + batch * top_p_row),
-                V,
-                LOW,
-                BLOCK_V,
-            )
-        if MIN_P:
-            row_min_p = tl.load(min_p + batch * min_p_row)
+        if top_k is not None and node_best < 0:
+            row_top_k, row_top_p = tl.load(top_k + batch * strides[1]), tl.load(top_p + batch * strides[2])
+            floor = _top_floor(logits, maxima, maximum, row_temperature, row_top_k, row_top_p, V, LOW, BLOCK_V)
+        if min_p is not None:
+            row_min_p = tl.load(min_p + batch * strides[3])
             floor = tl.maximum(floor, tl.where(row_min_p > 0, tl.log(tl.maximum(row_min_p, 1.2e-38)), float("-inf")))
         draws = tl.max(tl.where(exists, turns + 1, 0), 0)
         undrawn = tl.zeros([BLOCK_V], tl.float32)
         for start in tl.range(0, V, BLOCK_V, num_stages=4):
             x = start + tl.arange(0, BLOCK_V)
-            weights = weights_at(logits, x, x < V, maximum, row_temperature, floor, node_best, GREEDY)
-            if DRAWS:
+            weights = weights_at(logits, x, x < V, maximum, row_temperature, floor, node_best, target.best is not None)
+            if drafts is not None:
                 weights = without_drawn(weights, x, start, token, turns, draws, BLOCK_V)
             undrawn += weights
         normaliser = tl.sum(undrawn, 0)
-        if DRAWS and draws > 0:
+        if drafts is not None and draws > 0:
             same = (token[:, None] == token[None, :]) & exists[:, None]
             repeated = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
             tested = exists & (repeated == 0)
-            of_token = weights_at(logits, token, tested, maximum, row_temperature, floor, node_best, GREEDY)
+            greedy: constexpr = target.best is not None
+            of_token = weights_at(logits, token, tested, maximum, row_temperature, floor, node_best, greedy)
             later = tl.sum(tl.where(turns[None, :] > turns[:, None], of_token[None, :], 0.0), 1)
             mass_after = normaliser + later
             ratio = of_token / tl.where(mass_after > 0, of_token + mass_after, 1.0)
             acceptances = tl.where(exists, tl.where(mass_after > 0, ratio, 1.0), 0.0)
             normaliser += tl.sum(of_token, 0)
-    tl.store(scalars + place * 4, maximum)
-    tl.store(scalars + place * 4 + 1, row_temperature)
-    tl.store(scalars + place * 4 + 2, floor)
-    tl.store(scalars + place * 4 + 3, normaliser)
-    if GREEDY:
-        tl.store(best + place, node_best)
-    if DRAWS:
-        tl.store(acceptance + place * K + turns, acceptances, mask=turns < K)
-
-
-def distribution_tile(vocabulary: int, uses_top: bool) -> dict[str, int]:
-    """The kernel's tokens per tile and warps. A step has fewer nodes than a GPU has multiprocessors, so a program may
-    take most of one. With top-k or top-p it holds sums of 8 candidates for each token of the tile in registers; without
-    them a thread loads 16 bytes at a time."""
-    return {"BLOCK_V": min(next_power(vocabulary), 1024 if uses_top else 2048), "num_warps": 8}
+    scalars = target.scalars + place * 4
+    tl.store(scalars, maximum)
+    tl.store(scalars + 1, row_temperature)
+    tl.store(scalars + 2, floor)
+    tl.store(scalars + 3, normaliser)
+    if target.best is not None:
+        tl.store(target.best + place, node_best)
+    if drafts is not None:
+        tl.store(drafts[2] + place * K + turns, acceptances, mask=turns < K)
 
 
 def distribution_scalars(
@@ -415,44 +415,20 @@ def distribution_scalars(
     scalars = torch.empty(rows, nodes, 4, dtype=torch.float32, device=logits.device)
     best = torch.empty(rows, nodes, dtype=torch.int32, device=logits.device)
     acceptance = torch.empty(rows, nodes, max_draws, dtype=torch.float32, device=logits.device)
-    if tokens is None or child is None or not max_draws:
-        tokens = child = best  # in place of them: never read
-        strides = [0, 0]
-    else:
-        tokens, child = tokens.contiguous(), dense(child)
-        strides = child.stride()[:2]
+    drafts, child_strides = None, (0, 0)
+    if tokens is not None and child is not None and max_draws:
+        child = dense(child)
+        drafts, child_strides = (tokens.contiguous(), child, acceptance), child.stride()[:2]
     uses_greedy, uses_top, uses_min_p = uses
-    tile = distribution_tile(vocabulary, uses_top)
-    if block:
-        tile["BLOCK_V"] = block
+    settings = (temperature, *((top_k, top_p) if uses_top else (None, None)), min_p if uses_min_p else None)
+    strides = tuple(0 if setting is None else setting.stride(0) for setting in settings)
+    # A step has fewer nodes than a GPU has multiprocessors, so a program may take most of one. With top-k or top-p it
+    # holds sums of 8 candidates for each token of the tile in registers; without, a thread loads 16 bytes at a time.
+    block = block or min(next_power(vocabulary), 1024 if uses_top else 2048)
+    target = TargetNodes(logits, scalars, best if uses_greedy else None, vocabulary, *logits.stride()[:2])
+    tile = {"LOW": LOW_BITS.get(logits.dtype, 0), "BLOCK_K": next_power(max_draws or 1), "BLOCK_V": block}
     with torch.cuda.device_of(logits):
         _distribution_kernel[(rows, nodes)](
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            tokens,
-            child,
-            scalars,
-            best,
-            acceptance,
-            nodes,
-            max_draws,
-            vocabulary,
-            logits.stride(0),
-            logits.stride(1),
-            temperature.stride(0),
-            top_k.stride(0),
-            top_p.stride(0),
-            min_p.stride(0),
-            *strides,
-            GREEDY=uses_greedy,
-            TOP=uses_top,
-            MIN_P=uses_min_p,
-            DRAWS=max_draws > 0,
-            LOW=LOW_BITS.get(logits.dtype, 0),
-            BLOCK_K=next_power(max_draws or 1),
-            **tile,
+            target, settings, strides, drafts, nodes, max_draws, *child_strides, **tile, num_warps=8
         )
     return scalars, best, acceptance

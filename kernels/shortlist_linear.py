@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
-from draftsmith.kernels.head_topk import MAX_COUNT, _merge_topk_kernel, topk_tile
+from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, topk_tile
 from draftsmith.kernels.linear import linear
 
 CHUNK_BYTES = 3 << 20  # of rows that are copied together on a CPU
@@ -102,22 +102,21 @@ def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor
 
 
 @jit
-def _gathered_product(
-    features,
-    weight,
-    head_row,
-    row,
-    rows,
-    width,
-    features_row,
-    weight_row,
-    BLOCK_M: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_K: constexpr,
+def _shortlist_product(
+    head, rows, capacity, features_text, head_rows_text, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr
 ):
-    """Logits ``[BLOCK_M, BLOCK_V]`` of a text's nodes ``row`` and of rows of the head; −inf for a negative row."""
+    """The logits ``[BLOCK_M, BLOCK_V]`` of one program per block of nodes, block of the shortlist and text, −inf where
+    there is no row of the head; the nodes' numbers among those of all texts, and the places in the shortlist.
+
+    head: pointers to features, weight and the texts' rows of the head, the width, strides of features and weight.
+    """
+    features, weight, head_rows, width, features_row, weight_row = head
+    text = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
     known = head_row >= 0
-    feature_place = features + row.to(tl.int64)[:, None] * features_row
+    feature_place = features + text * features_text + row.to(tl.int64)[:, None] * features_row
     weight_place = weight + head_row.to(tl.int64)[None, :] * weight_row
     logits = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(0, width, BLOCK_K):
@@ -125,93 +124,45 @@ def _gathered_product(
         x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
         w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
-    return tl.where(known[None, :], logits, float("-inf"))
+    return tl.where(known[None, :], logits, float("-inf")), text * rows + row, row < rows, place
 
 
 @jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
 def _shortlist_logits_kernel(
-    features,
-    weight,
-    head_rows,
-    out,
-    rows,
-    width,
-    capacity,
-    features_text,
-    features_row,
-    weight_row,
-    head_rows_text,
-    BLOCK_M: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_K: constexpr,
+    head, out, rows, capacity, features_text, head_rows_text, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr
 ):
-    """One program per block of the shortlist, block of nodes and text."""
-    text = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
-    logits = _gathered_product(
-        features + text * features_text,
-        weight,
-        head_row,
-        row,
-        rows,
-        width,
-        features_row,
-        weight_row,
-        BLOCK_M,
-        BLOCK_V,
-        BLOCK_K,
+    """All logits of the shortlists."""
+    logits, node, exists, place = _shortlist_product(
+        head, rows, capacity, features_text, head_rows_text, BLOCK_M, BLOCK_V, BLOCK_K
     )
-    out_place = out + (text * rows + row)[:, None] * capacity + place[None, :]
-    tl.store(out_place, logits, mask=(row < rows)[:, None] & (place < capacity)[None, :])
+    out_place = out + node[:, None] * capacity + place[None, :]
+    tl.store(out_place, logits, mask=exists[:, None] & (place < capacity)[None, :])
 
 
-@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text", "candidates"])
+@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
 def _shortlist_topk_kernel(
-    features,
-    weight,
-    head_rows,
-    values,
-    places,
+    head,
+    outputs,
     rows,
-    width,
     capacity,
     features_text,
-    features_row,
-    weight_row,
     head_rows_text,
-    candidates,
     COUNT: constexpr,
     BLOCK_M: constexpr,
     BLOCK_V: constexpr,
     BLOCK_K: constexpr,
 ):
-    """As :func:`_shortlist_logits_kernel`, then COUNT times the best remaining place of the block; value −inf and any
-    place where there is none."""
-    text = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    head_row = tl.load(head_rows + text * head_rows_text + place, mask=place < capacity, other=-1)
-    left = _gathered_product(
-        features + text * features_text,
-        weight,
-        head_row,
-        row,
-        rows,
-        width,
-        features_row,
-        weight_row,
-        BLOCK_M,
-        BLOCK_V,
-        BLOCK_K,
+    """COUNT times the best remaining place of the block; value −inf and any place where there is none."""
+    values, places = outputs
+    left, node, exists, place = _shortlist_product(
+        head, rows, capacity, features_text, head_rows_text, BLOCK_M, BLOCK_V, BLOCK_K
     )
-    out_place = (text * rows + row) * candidates + tl.program_id(1) * COUNT
+    out_place = (node * tl.num_programs(1) + tl.program_id(1)) * COUNT
     for rank in range(COUNT):
         best = tl.max(left, 1)
         best_place = tl.min(tl.where(left == best[:, None], place[None, :], capacity), 1)
-        tl.store(values + out_place + rank, best, mask=row < rows)
-        tl.store(places + out_place + rank, best_place, mask=row < rows)
+        tl.store(values + out_place + rank, best, mask=exists)
+        tl.store(places + out_place + rank, best_place, mask=exists)
         left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
 
 
@@ -244,35 +195,21 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
         ``[B, n, C]`` float32, −inf in padding.
     """
     if why_not_triton(features):
-        plain = static or not features.is_cpu
-        return _logits_plain(features, weight, rows) if plain else _logits_cpu(features, weight, rows)
+        if features.is_cpu and not static:
+            return _logits_cpu(features, weight, rows)
+        logits = (features @ weight[rows.clamp(min=0)].transpose(1, 2)).float()
+        return logits.masked_fill((rows < 0)[:, None], float("-inf"))
     features, rows = dense(features), dense(rows)
     assert weight.stride(1) == 1
     (texts, nodes, width), capacity = features.shape, rows.shape[1]
     out = features.new_empty((texts, nodes, capacity), dtype=torch.float32)
     tile = topk_tile(nodes, features.dtype)
+    head = (features, weight, rows, width, features.stride(1), weight.stride(0))
     with torch.cuda.device_of(features):
         _shortlist_logits_kernel[(-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)](
-            features,
-            weight,
-            rows,
-            out,
-            nodes,
-            width,
-            capacity,
-            features.stride(0),
-            features.stride(1),
-            weight.stride(0),
-            rows.stride(0),
-            **tile,
+            head, out, nodes, capacity, features.stride(0), rows.stride(0), **tile
         )
     return out
-
-
-def _logits_plain(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """Gather, then multiply: static, and on a GPU without Triton."""
-    logits = (features @ weight[rows.clamp(min=0)].transpose(1, 2)).float()
-    return logits.masked_fill((rows < 0)[:, None], float("-inf"))
 
 
 def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
@@ -324,53 +261,13 @@ def shortlist_topk(
     blocks = -(-capacity // tile["BLOCK_V"])
     values = features.new_empty((texts, nodes, blocks * count), dtype=torch.float32)
     places = features.new_empty((texts, nodes, blocks * count), dtype=torch.int32)
-    best_values = features.new_empty((texts, nodes, count), dtype=torch.float32)
-    best_places = features.new_empty((texts, nodes, count), dtype=torch.int64)
-    best_ids = torch.empty_like(best_places)
+    head = (features, weight, rows, width, features.stride(1), weight.stride(0))
     with torch.cuda.device_of(features):
         _shortlist_topk_kernel[(-(-nodes // tile["BLOCK_M"]), blocks, texts)](
-            features,
-            weight,
-            rows,
-            values,
-            places,
-            nodes,
-            width,
-            capacity,
-            features.stride(0),
-            features.stride(1),
-            weight.stride(0),
-            rows.stride(0),
-            blocks * count,
-            COUNT=count,
-            **tile,
+            head, (values, places), nodes, capacity, features.stride(0), rows.stride(0), COUNT=count, **tile
         )
-        _merge_topk_kernel[(texts * nodes,)](
-            values,
-            places,
-            best_values,
-            best_places,
-            count,
-            blocks * count,
-            capacity,
-            None,
-            None,
-            0,
-            None,
-            BLOCK=128 if blocks * count <= 128 else 1024,
-            BLOCK_P=1,
-            num_warps=4,
-        )
-        _tokens_kernel[(texts * nodes,)](
-            best_values,
-            best_places,
-            rows,
-            ids,
-            best_ids,
-            nodes,
-            rows.stride(0),
-            COUNT=count,
-            BLOCK=next_power(count),
-            num_warps=1,
-        )
-    return best_values, best_ids
+        best_values, best_places = merge_topk(values.flatten(0, 1), places.flatten(0, 1), count, capacity)
+        best_ids = torch.empty_like(best_places)
+        lists, sizes = (best_values, best_places, rows, ids, best_ids), (nodes, rows.stride(0))
+        _tokens_kernel[(texts * nodes,)](*lists, *sizes, COUNT=count, BLOCK=next_power(count), num_warps=1)
+    return best_values.view(texts, nodes, count), best_ids.view(texts, nodes, count)

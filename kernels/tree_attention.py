@@ -301,20 +301,9 @@ def _tree_work(
     first = lengths.new_empty((len(lengths),), dtype=torch.int32)
     count = torch.empty_like(first)
     with torch.cuda.device_of(lengths):
-        traceable(_work_kernel)[(num_items,)](
-            lengths,
-            items,
-            first,
-            count,
-            len(lengths),
-            num_tree_keys,
-            num_items,
-            WINDOW=window,
-            TILE=TILE,
-            MIN_SHARE=min_share,
-            BLOCK_B=next_power(len(lengths), 32),
-            num_warps=1,
-        )
+        sizes = (len(lengths), num_tree_keys, num_items)
+        tile = {"TILE": TILE, "MIN_SHARE": min_share, "BLOCK_B": next_power(len(lengths), 32), "num_warps": 1}
+        traceable(_work_kernel)[(num_items,)](lengths, items, first, count, *sizes, WINDOW=window, **tile)
     return items, first, count
 
 
@@ -372,28 +361,14 @@ class Plans:
 
 
 @jit
-def _add_tile(
-    q,
-    k,
-    v,
-    slot,
-    stored,
-    seen,
-    width,
-    k_stride,
-    v_stride,
-    best,
-    total,
-    acc,
-    log2_scale,
-    softcap,
-    SOFTCAP: constexpr,
-    BLOCK_D: constexpr,
-):
+def _add_tile(q, cache, slot, stored, seen, sums, log2_scale, softcap, SOFTCAP: constexpr, BLOCK_D: constexpr):
     """Add a tile of keys to the running softmax (base 2): its maximum, its sum, and the weighted values.
 
-    ``stored`` [BLOCK_N]: slots that hold keys; ``seen`` [BLOCK_M or 1, BLOCK_N]: those that a row sees.
+    cache: pointers to keys and values, strides of their slots, the head width. stored ``[BLOCK_N]``: slots that hold
+    keys; seen ``[BLOCK_M or 1, BLOCK_N]``: those that a row sees.
     """
+    k, v, k_stride, v_stride, width = cache
+    best, total, acc = sums
     d = tl.arange(0, BLOCK_D)
     place = slot.to(tl.int64)
     keys = tl.load(
@@ -463,9 +438,6 @@ def _tree_attention_kernel(
     v_batch,
     v_head,
     v_slot,
-    out_batch,
-    out_head,
-    out_query,
     ancestors_batch,
     ancestors_query,
     depth_batch,
@@ -509,6 +481,7 @@ def _tree_attention_kernel(
     queries = tl.load(rows_q[:, None] + d[None, :], mask=inside, other=0.0)
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
+    cache = (k, v, k_slot, v_slot, width)
     first = length * 0  # the first slot that any query sees
     if WINDOW:
         first = tl.maximum(length - WINDOW + 1, 0)
@@ -532,22 +505,7 @@ def _tree_attention_kernel(
         if WINDOW:
             seen = seen & (slot[None, :] - length > own_depth[:, None] - WINDOW)
         best, total, acc = _add_tile(
-            queries,
-            k,
-            v,
-            slot,
-            stored,
-            seen,
-            width,
-            k_slot,
-            v_slot,
-            best,
-            total,
-            acc,
-            log2_scale,
-            softcap,
-            SOFTCAP,
-            BLOCK_D,
+            queries, cache, slot, stored, seen, (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
         )
     start = tl.maximum(start - prefix_tiles, 0) * (TILE // BLOCK_N)
     end = (end - prefix_tiles) * (TILE // BLOCK_N)
@@ -564,28 +522,13 @@ def _tree_attention_kernel(
             its_depth = tl.load(key_depth + batch * key_depth_batch + node, mask=stored, other=0)
             seen = seen & (own_depth[:, None] - its_depth[None, :] < WINDOW)
         best, total, acc = _add_tile(
-            queries,
-            k,
-            v,
-            length + node,
-            stored,
-            seen,
-            width,
-            k_slot,
-            v_slot,
-            best,
-            total,
-            acc,
-            log2_scale,
-            softcap,
-            SOFTCAP,
-            BLOCK_D,
+            queries, cache, length + node, stored, seen, (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
         )
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if parts == 1:
-        rows_out = out + batch * out_batch + head * out_head + query * out_query
-        tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        place = (batch * num_queries + query) * (KV_HEADS * GROUP) + head  # of [B, Q, Hq, D]
+        tl.store(out + place[:, None] * width + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:  # [I − B + 1, Q, Hq, D] and [I − B + 1, Q, Hq]
         place = (item.to(tl.int64) * num_queries + query) * (KV_HEADS * GROUP) + head
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
@@ -620,8 +563,8 @@ def _tree_attention_kernel(
                         total = total * rescale + weights
                         best = new_best
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                rows_out = out + batch * out_batch + head * out_head + query * out_query
-                tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+                place = (batch * num_queries + query) * (KV_HEADS * GROUP) + head
+                tl.store(out + place[:, None] * width + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["num_queries"])
@@ -633,9 +576,6 @@ def _merge_items_kernel(
     out,
     num_queries,
     width,
-    out_batch,
-    out_head,
-    out_query,
     HEADS: constexpr,
     BLOCK_I: constexpr,
     BLOCK_H: constexpr,
@@ -671,12 +611,9 @@ def _merge_items_kernel(
         total = total * rescale + tl.sum(weights, 0)
         best = new_best
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    rows_out = out + batch * out_batch + head.to(tl.int64) * out_head + query * out_query
-    tl.store(
-        rows_out[:, None] + d[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=(head < HEADS)[:, None] & (d < width)[None, :],
-    )
+    place = (batch * num_queries + query) * HEADS + head
+    inside = (head < HEADS)[:, None] & (d < width)[None, :]
+    tl.store(out + place[:, None] * width + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 # By the bytes of an element and the widest head: rows of a program, keys of a block, pipeline stages. Sized by shared
@@ -854,58 +791,19 @@ def _tree_attention_cached(
     parts = 0 if items is None else num_items - rows + 1  # only rows that are split have partial results
     partial = q.new_empty((parts, queries, heads, width), dtype=torch.float32)
     lse = q.new_empty((parts, queries, heads), dtype=torch.float32)
+    depths = (0 if one is None else one.stride(0) for one in (depth, key_depth))
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *ancestors.stride()[:2], *depths)
+    tensors = (q, k, v, lengths, ancestors, depth, key_depth, items, first, count, out, partial, lse, arrived)
+    numbers = (queries, num_tree_keys, width, scale * math.log2(math.e), softcap)
+    tile |= {"KV_HEADS": kv_heads, "GROUP": group, "PLANNED": items is not None, "WINDOW": window}
+    tile |= {"SOFTCAP": softcap != 0, "TILE": TILE}
     with torch.cuda.device_of(q):
-        traceable(_tree_attention_kernel)[(row_blocks, kv_heads, num_items)](
-            q,
-            k,
-            v,
-            lengths,
-            ancestors,
-            depth,
-            key_depth,
-            items,
-            first,
-            count,
-            out,
-            partial,
-            lse,
-            arrived,
-            queries,
-            num_tree_keys,
-            width,
-            scale * math.log2(math.e),
-            softcap,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
-            *ancestors.stride()[:2],
-            0 if depth is None else depth.stride(0),
-            0 if key_depth is None else key_depth.stride(0),
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            PLANNED=items is not None,
-            WINDOW=window,
-            SOFTCAP=softcap != 0,
-            TILE=TILE,
-            **tile,
-        )
+        traceable(_tree_attention_kernel)[(row_blocks, kv_heads, num_items)](*tensors, *numbers, *strides, **tile)
         if items is not None and arrived is None:
             block_h = min(4, next_power(heads))
+            merged = {"HEADS": heads, "BLOCK_I": 8, "BLOCK_H": block_h, "BLOCK_D": tile["BLOCK_D"], "num_warps": 4}
             traceable(_merge_items_kernel)[(queries, -(-heads // block_h), rows)](
-                partial,
-                lse,
-                first,
-                count,
-                out,
-                queries,
-                width,
-                *out.stride()[:3],
-                HEADS=heads,
-                BLOCK_I=8,
-                BLOCK_H=block_h,
-                BLOCK_D=tile["BLOCK_D"],
-                num_warps=4,
+                partial, lse, first, count, out, queries, width, **merged
             )
     return out
 
@@ -977,118 +875,47 @@ def tree_attention_cached(
     Returns:
         ``[B, Hq, Q, D]``.
     """
-    if why_not_triton(q):
-        if cpu.runs(q) and q.shape[3] <= 256 and k.stride(-1) == v.stride(-1) == 1:
-            return _attend_on_cpu(q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap)
-        return tree_attention_cached_reference(
-            q, k, v, lengths, ancestors, num_tree_keys, scale, depth, key_depth, window, softcap
-        )
     q, lengths, ancestors = dense(q), dense(lengths), dense(ancestors)
-    assert k.stride(-1) == v.stride(-1) == 1
     if window:
         assert depth is not None and key_depth is not None, "a window needs depths"
         depth, key_depth = dense(depth), dense(key_depth)
     rows, heads, queries, width = q.shape
+    depths, dense_cache = (depth, key_depth), k.stride(-1) == v.stride(-1) == 1
+    if why_not_triton(q) and cpu.runs(q) and width <= 256 and dense_cache:
+        out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
+        sizes = (rows, queries, num_tree_keys, heads, k.shape[1], width, window)
+        strides = [stride for one in (q, k, v, out) for stride in one.stride()[:3]] + [*ancestors.stride()[:2]]
+        strides += [0 if one is None else one.stride(0) for one in depths]
+        shape = (ctypes.c_long * 23)(*sizes, *strides)
+        tensors = map(cpu.address, (q, k, v, lengths, ancestors, *depths, out))
+        cpu.function("attend", q.dtype)(*tensors, ctypes.addressof(shape), scale, softcap or 0.0)
+        return out
+    if why_not_triton(q):
+        given = (q, k, v, lengths, ancestors, num_tree_keys, scale)
+        return tree_attention_cached_reference(*given, *depths, window, softcap)
+    assert dense_cache
     if work is None:
         num_items = attention_items(rows, queries, heads, k.shape[1], width, k.shape[2], q.dtype, q.device)
         if num_items > rows:
             work = tree_work(lengths, num_tree_keys, num_items, window)
     items, first, count = (None, None, None) if work is None or len(work.items) == rows else work
-    arguments = (
-        q,
-        k,
-        v,
-        lengths,
-        ancestors,
-        depth,
-        key_depth,
-        items,
-        first,
-        count,
-        num_tree_keys,
-        scale,
-        window,
-        softcap or 0.0,
-    )
+    given = (q, k, v, lengths, ancestors, depth, key_depth)
+    arguments = (*given, items, first, count, num_tree_keys, scale, window, softcap or 0.0)
     # With more rows, the kernel has no registers left for the merge.
-    if (
-        items is not None
-        and queries * heads <= 16 * k.shape[1]
-        and (LAST_MERGES if last_merges is None else last_merges)
-    ):
+    few = items is not None and queries * heads <= 16 * k.shape[1]
+    if few and (LAST_MERGES if last_merges is None else last_merges):
         arrived = _counters(rows * k.shape[1], q.device)
         if arrived is not None:
             return _tree_attention_cached(*arguments, arrived)  # the operator changes none of its arguments
     return _tree_attention_op(*arguments)
 
 
-def _attend_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    ancestors: Tensor,
-    num_tree_keys: int,
-    scale: float,
-    depth: Tensor | None,
-    key_depth: Tensor | None,
-    window: int,
-    softcap: float | None,
-) -> Tensor:
-    """:func:`tree_attention_cached` in kernels/cpu.cpp."""
-    q, lengths, ancestors = dense(q), dense(lengths), dense(ancestors)
-    if window:
-        assert depth is not None and key_depth is not None, "a window needs depths"
-        depth, key_depth = dense(depth), dense(key_depth)
-    rows, heads, queries, width = q.shape
-    out = q.new_empty(rows, queries, heads, width).transpose(1, 2)
-    shape = (ctypes.c_long * 23)(
-        rows,
-        queries,
-        num_tree_keys,
-        heads,
-        k.shape[1],
-        width,
-        window,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *out.stride()[:3],
-        *ancestors.stride()[:2],
-        0 if depth is None else depth.stride(0),
-        0 if key_depth is None else key_depth.stride(0),
-    )
-    cpu.function("attend", q.dtype)(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        lengths.data_ptr(),
-        ancestors.data_ptr(),
-        cpu.address(depth),
-        cpu.address(key_depth),
-        out.data_ptr(),
-        ctypes.addressof(shape),
-        scale,
-        softcap or 0.0,
-    )
-    return out
-
-
 def attend_tree(
     q: Tensor, k: Tensor, v: Tensor, tree_keys: TreeKeys, scale: float, window: int = 0, softcap: float | None = None
 ) -> Tensor:
     """:func:`tree_attention_cached` of a forward pass's keys: ``q [B, Hq, Q, D]``, ``k, v [B, Hkv, S, D]``."""
+    lengths, ancestors, depth, key_depth, plans = tree_keys
+    work = None if plans is None else plans.get(window)
     return tree_attention_cached(
-        q,
-        k,
-        v,
-        tree_keys.lengths,
-        tree_keys.ancestors,
-        tree_keys.key_depth.shape[1],
-        scale,
-        tree_keys.depth,
-        tree_keys.key_depth,
-        window,
-        softcap,
-        None if tree_keys.work is None else tree_keys.work.get(window),
+        q, k, v, lengths, ancestors, key_depth.shape[1], scale, depth, key_depth, window, softcap, work
     )

@@ -28,11 +28,15 @@ deepest node + 1.
 """
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.sampling import (
+    TargetNodes,
+    at_node,
     distribution_reference,
     distribution_scalars,
     draws_at,
@@ -58,7 +62,7 @@ def acceptances_reference(
 ) -> tuple[Tensor, Tensor]:
     """Phase A: the acceptance probability ``[B, N, K]`` of each draw, given that those before it were rejected (0 where
     there is no draw), and the residual distribution ``[B, N, V]`` after all of them. Arguments as in
-    :func:`verify_sample_reference`."""
+    :func:`verify_logits`, p the target's distribution."""
     r = p
     if q is not None and ids is not None:  # over the target's vocabulary
         q = widened(q, ids, p.shape[-1])
@@ -89,37 +93,6 @@ def acceptances_reference(
     return torch.stack(acceptances, -1) if acceptances else p.new_zeros(child.shape), r
 
 
-def verify_sample_reference(
-    p: Tensor,
-    tokens: Tensor,
-    child: Tensor,
-    kind: Tensor,
-    q_row: Tensor,
-    q: Tensor | None,
-    uniforms: Tensor,
-    bonus_uniform: Tensor,
-    max_depth: int,
-    ids: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Path, length, node and bonus token of :func:`verify_logits`, given the target's distribution
-    ``p [B, N, V]``; the other arguments are the same."""
-    acceptance, residual = acceptances_reference(p, tokens, child, kind, q_row, q, ids)
-    accepted = uniforms < acceptance
-    node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
-    length = torch.zeros_like(node)
-    path = torch.arange(max_depth + 1, device=p.device).repeat(len(p), 1)
-    if child.shape[2]:
-        turn = accepted.int().argmax(-1, keepdim=True)  # the first
-        first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
-        for depth in range(1, max_depth + 1):
-            child_node = first.gather(1, node[:, None])[:, 0]
-            advances = (child_node >= 0) & (length == depth - 1)
-            node, length = torch.where(advances, child_node, node), length + advances
-            path[:, depth] = torch.where(advances, node, depth)
-    bonus = draw(residual[torch.arange(len(p), device=p.device), node], bonus_uniform)
-    return path, length, node, bonus
-
-
 def verify_logits_reference(
     logits: Tensor,
     temperature: Tensor,
@@ -139,148 +112,138 @@ def verify_logits_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The definition of :func:`verify_logits`."""
     p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
-    path, length, node, bonus = verify_sample_reference(
-        p, tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids
-    )
+    acceptance, residual = acceptances_reference(p, tokens, child, kind, q_row, q, ids)
+    accepted = uniforms < acceptance
+    node = torch.zeros(len(p), dtype=torch.int64, device=p.device)
+    length = torch.zeros_like(node)
+    path = torch.arange(max_depth + 1, device=p.device).repeat(len(p), 1)
+    if child.shape[2]:
+        turn = accepted.int().argmax(-1, keepdim=True)  # the first
+        first = torch.where(accepted.any(-1), child.gather(-1, turn)[..., 0], -1)
+        for depth in range(1, max_depth + 1):
+            child_node = first.gather(1, node[:, None])[:, 0]
+            advances = (child_node >= 0) & (length == depth - 1)
+            node, length = torch.where(advances, child_node, node), length + advances
+            path[:, depth] = torch.where(advances, node, depth)
+    bonus = draw(residual[torch.arange(len(p), device=p.device), node], bonus_uniform)
     on_path = p[..., 0].isnan().gather(1, path.clamp(max=p.shape[1] - 1))  # [B, A]
     beyond = torch.arange(max_depth + 1, device=p.device) > length[:, None]
     return path, length, node, bonus, (~on_path | beyond).all(-1)
 
 
-@jit
-def _draws_of(tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node):
-    """A node's draws as vectors over ``turns``: whether it exists, its token, kind and row of q."""
-    exists, token = draws_at(tokens + batch * N, child + batch * child_row + node * child_node, turns, K)
-    place = (batch * N + node) * K + turns
-    draw_kind = tl.load(kind + place, mask=exists, other=0).to(tl.int32)
-    return exists, token, draw_kind, tl.load(q_row + place, mask=exists, other=-1)
+class _Drafts(NamedTuple):
+    """What the kernels read of the draws; without q only tokens, children and acceptance probabilities.
 
-
-@jit
-def _q_at(q, entry, source, x, mask, V, VQ, entry_row, HAS_IDS: constexpr):
-    """Row ``source`` of q at tokens x; 0 outside the mask, and where the token has no entry in a reduced vocabulary.
-
-    entry: the row's map of the target's tokens to entries of q, −1 where there is none; the map of the next row of q is
-    ``entry_row`` further (0: the same map).
+    entry: ``[B or 1, R or 1, V]`` int32, the entry of q of each of the target's tokens, −1 where there is none; the map
+        of the next row of q is ``entry_row`` further (0: the same map). None: q is over the target's vocabulary.
+    acceptance, mass, scale: ``[B, N, K]``, of phase A.
     """
-    if HAS_IDS:
-        q_entry = tl.load(entry + source * entry_row + x, mask=mask, other=-1)
-        values = tl.load(q + source * VQ + q_entry, mask=q_entry >= 0, other=0.0)
+
+    tokens: Tensor
+    child: Tensor
+    acceptance: Tensor
+    kind: Tensor | None = None
+    q_row: Tensor | None = None
+    q: Tensor | None = None
+    entry: Tensor | None = None
+    mass: Tensor | None = None
+    scale: Tensor | None = None
+    vocabulary: int = 0
+    width: int = 0
+    entry_row: int = 0
+
+
+_SIZES = ["N", "K", "R", "child_row", "child_node", "entry_batch"]  # change from step to step
+
+# In the kernels: ``first`` are the offsets of a row of the batch in q and in the entries; ``draws`` are a node's draws
+# as vectors over turns: the turns, tokens, kinds and rows of q.
+
+
+@jit
+def _draws_of(drafts, batch, node, N, K, turns, child_row, child_node):
+    """Whether each of a node's draws exists, and the draws."""
+    child = drafts.child + batch * child_row + node * child_node
+    exists, token = draws_at(drafts.tokens + batch * N, child, turns, K)
+    if drafts.q is None:
+        kind, q_row = token, token  # never read
     else:
-        values = tl.load(q + source * V + x, mask=mask, other=0.0)
+        place = (batch * N + node) * K + turns
+        kind = tl.load(drafts.kind + place, mask=exists, other=0).to(tl.int32)
+        q_row = tl.load(drafts.q_row + place, mask=exists, other=-1)
+    return exists, (turns, token, kind, q_row)
+
+
+@jit
+def _q_at(drafts, first, source, x, mask):
+    """Row ``source`` of q at tokens x; 0 outside the mask, and where the token has no entry in a reduced vocabulary."""
+    q = drafts.q + first[0] + source * drafts.width
+    if drafts.entry is not None:
+        entry = tl.load(drafts.entry + first[1] + source * drafts.entry_row + x, mask=mask, other=-1)
+        values = tl.load(q + entry, mask=entry >= 0, other=0.0)
+    else:
+        values = tl.load(q + x, mask=mask, other=0.0)
     return values
 
 
 @jit
-def _remaining_q(q, entry, x, token, kind, q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS: constexpr):
+def _remaining_q(drafts, first, x, draws, turn, source):
     """Row ``source`` of q at tokens x, without what the node drew from it before ``turn``."""
+    turns, token, kind, q_row = draws
     earlier = (turns < turn) & (kind == 2) & (q_row == source)
     drawn = tl.sum(((x[:, None] == token[None, :]) & earlier[None, :]).to(tl.int32), 1) > 0
-    return _q_at(q, entry, source, x, (x < V) & (drawn == 0), V, VQ, entry_row, HAS_IDS)
+    return _q_at(drafts, first, source, x, (x < drafts.vocabulary) & (drawn == 0))
 
 
 @jit
-def _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS: constexpr):
+def _draw_distribution(drafts, first, x, draws, scale, turn):
     """The distribution of draw ``turn`` at tokens x. At a token drawn earlier without replacement it should be 0 and
     is not, which has no effect: r is 0 there, because that draw was rejected (r < q), so (r − q)+ is 0 either way."""
+    turns, token, kind, q_row = draws
     if pick(kind, turns, turn) == 0:
         values = (x == pick(token, turns, turn)).to(tl.float32)
     else:
-        values = _q_at(q, entry, pick(q_row, turns, turn), x, x < V, V, VQ, entry_row, HAS_IDS)
+        values = _q_at(drafts, first, pick(q_row, turns, turn), x, x < drafts.vocabulary)
         values = values / pick(scale, turns, turn)
     return values
 
 
 @jit
-def _residual(
-    logits,
-    scalars,
-    best,
-    q,
-    entry,
-    x,
-    token,
-    kind,
-    q_row,
-    scale,
-    mass,
-    turns,
-    last,
-    V,
-    VQ,
-    entry_row,
-    GREEDY: constexpr,
-    HAS_IDS: constexpr,
-):
+def _residual(target, node, drafts, first, x, draws, scale, mass, last):
     """r before draw ``last`` at tokens x. Turns of mass 0 are skipped: there is no draw, or r equals q."""
-    r = p_at(logits, scalars, best, x, x < V, GREEDY)
+    r = p_at(target, node, x, x < drafts.vocabulary)
     for turn in range(last):
-        draw_mass = pick(mass, turns, turn)
+        draw_mass = pick(mass, draws[0], turn)
         if draw_mass > 0:
-            draw_q = _draw_distribution(q, entry, x, token, kind, q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS)
-            r = tl.maximum(r - draw_q, 0.0) / draw_mass
+            r = tl.maximum(r - _draw_distribution(drafts, first, x, draws, scale, turn), 0.0) / draw_mass
     return r
 
 
-@jit(do_not_specialize=["N", "K", "R", "child_row", "child_node", "entry_batch"])
+@jit(do_not_specialize=_SIZES)
 def _acceptances_kernel(
-    logits,
-    scalars,
-    best,
-    tokens,
-    child,
-    kind,
-    q_row,
-    q,
-    entry,
-    acceptance,
-    mass_out,
-    scale_out,
-    N,
-    K,
-    R,
-    V,
-    VQ,
-    logits_row,
-    logits_node,
-    child_row,
-    child_node,
-    entry_batch,
-    entry_row,
-    GREEDY: constexpr,
-    HAS_IDS: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_V: constexpr,
+    target, drafts, N, K, R, child_row, child_node, entry_batch, BLOCK_K: constexpr, BLOCK_V: constexpr
 ):
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for the remaining
     mass of q of a draw without replacement)."""
     node = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(0).to(tl.int64)  # the axis that may be long
     turns = tl.arange(0, BLOCK_K)
-    exists, token, draw_kind, draw_q_row = _draws_of(
-        tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
-    )
-    logits += batch * logits_row + node * logits_node
-    scalars += (batch * N + node) * 4
-    best += batch * N + node
-    q += batch * R * VQ
-    entry += batch * entry_batch
+    exists, draws = _draws_of(drafts, batch, node, N, K, turns, child_row, child_node)
+    token, kind, q_row = draws[1], draws[2], draws[3]
+    own = at_node(target, batch, node, N)
+    first = (batch * R * drafts.width, batch * entry_batch)
+    V = drafts.vocabulary
     acceptances = tl.zeros([BLOCK_K], tl.float32)
     mass = tl.zeros([BLOCK_K], tl.float32)
     scale = tl.full([BLOCK_K], 1.0, tl.float32)
-    draws = tl.max(tl.where(exists, turns + 1, 0), 0)
-    for turn in range(draws):
+    for turn in range(tl.max(tl.where(exists, turns + 1, 0), 0)):
         if pick(exists.to(tl.int32), turns, turn) != 0:
             # The first draw from a distribution is not divided by a sum: q is used as given.
-            source = pick(draw_q_row, turns, turn)
-            earlier = (turns < turn) & exists & (draw_kind == 2) & (draw_q_row == source)
-            if (pick(draw_kind, turns, turn) == 2) & (tl.sum(earlier.to(tl.int32), 0) > 0):
+            source = pick(q_row, turns, turn)
+            earlier = (turns < turn) & exists & (kind == 2) & (q_row == source)
+            if (pick(kind, turns, turn) == 2) & (tl.sum(earlier.to(tl.int32), 0) > 0):
                 remaining = tl.zeros([BLOCK_V], tl.float32)
                 for start in range(0, V, BLOCK_V):
-                    x = start + tl.arange(0, BLOCK_V)
-                    remaining += _remaining_q(
-                        q, entry, x, token, draw_kind, draw_q_row, turns, turn, source, V, VQ, entry_row, HAS_IDS
-                    )
+                    remaining += _remaining_q(drafts, first, start + tl.arange(0, BLOCK_V), draws, turn, source)
                 scale = tl.where(turns == turn, tl.sum(remaining, 0), scale)
             draw_token = pick(token, turns, turn)
             left = tl.zeros([BLOCK_V], tl.float32)
@@ -288,29 +251,8 @@ def _acceptances_kernel(
             q_at_token = tl.zeros([BLOCK_V], tl.float32)
             for start in range(0, V, BLOCK_V):
                 x = start + tl.arange(0, BLOCK_V)
-                r = _residual(
-                    logits,
-                    scalars,
-                    best,
-                    q,
-                    entry,
-                    x,
-                    token,
-                    draw_kind,
-                    draw_q_row,
-                    scale,
-                    mass,
-                    turns,
-                    turn,
-                    V,
-                    VQ,
-                    entry_row,
-                    GREEDY,
-                    HAS_IDS,
-                )
-                draw_q = _draw_distribution(
-                    q, entry, x, token, draw_kind, draw_q_row, scale, turns, turn, V, VQ, entry_row, HAS_IDS
-                )
+                r = _residual(target, own, drafts, first, x, draws, scale, mass, turn)
+                draw_q = _draw_distribution(drafts, first, x, draws, scale, turn)
                 left += tl.maximum(r - draw_q, 0.0)
                 r_at_token += tl.where(x == draw_token, r, 0.0)
                 q_at_token += tl.where(x == draw_token, draw_q, 0.0)
@@ -321,136 +263,55 @@ def _acceptances_kernel(
             acceptances = tl.where(turns == turn, tl.where(total > 0, ratio, 1.0), acceptances)
             mass = tl.where(turns == turn, total, mass)
     place = (batch * N + node) * K + turns
-    tl.store(acceptance + place, acceptances, mask=turns < K)
-    tl.store(mass_out + place, mass, mask=turns < K)
-    tl.store(scale_out + place, scale, mask=turns < K)
+    tl.store(drafts.acceptance + place, acceptances, mask=turns < K)
+    tl.store(drafts.mass + place, mass, mask=turns < K)
+    tl.store(drafts.scale + place, scale, mask=turns < K)
 
 
 @jit
-def _weights(
-    logits,
-    scalars,
-    best,
-    q,
-    entry,
-    x,
-    start,
-    token,
-    kind,
-    q_row,
-    scale,
-    mass,
-    turns,
-    draws,
-    V,
-    VQ,
-    entry_row,
-    GREEDY: constexpr,
-    HAS_Q: constexpr,
-    HAS_IDS: constexpr,
-    BLOCK_V: constexpr,
-):
-    """The residual at tokens x = start, start + 1, … after all draws of a node were rejected."""
-    if HAS_Q:
-        weights = _residual(
-            logits,
-            scalars,
-            best,
-            q,
-            entry,
-            x,
-            token,
-            kind,
-            q_row,
-            scale,
-            mass,
-            turns,
-            draws,
-            V,
-            VQ,
-            entry_row,
-            GREEDY,
-            HAS_IDS,
-        )
+def _rejected(target, drafts, batch, node, N, K, R, child_row, child_node, entry_batch, turns):
+    """What :func:`_weights` reads of a node where the walk stopped: its place, its draws, phase A's scales and masses,
+    the number of draws. Of one-hot draws only the tokens are read."""
+    exists, draws = _draws_of(drafts, batch, node, N, K, turns, child_row, child_node)
+    scale = tl.zeros_like(turns).to(tl.float32)
+    mass = scale
+    if drafts.q is not None:
+        place = (batch * N + node) * K + turns
+        mass = tl.load(drafts.mass + place, mask=turns < K, other=0.0)
+        scale = tl.load(drafts.scale + place, mask=turns < K, other=1.0)
+    first = (batch * R * drafts.width, batch * entry_batch)
+    count = tl.max(tl.where(exists, turns + 1, 0), 0)
+    return at_node(target, batch, node, N), first, draws, scale, mass, count
+
+
+@jit
+def _weights(target, drafts, rejected, start, BLOCK_V: constexpr):
+    """The residual at tokens start, start + 1, … after all draws of a node were rejected."""
+    node, first, draws, scale, mass, count = rejected
+    x = start + tl.arange(0, BLOCK_V)
+    if drafts.q is not None:
+        weights = _residual(target, node, drafts, first, x, draws, scale, mass, count)
     else:
-        weights = p_at(logits, scalars, best, x, x < V, GREEDY)
-        weights = without_drawn(weights, x, start, token, turns, draws, BLOCK_V)
+        weights = p_at(target, node, x, x < target.vocabulary)
+        weights = without_drawn(weights, x, start, draws[1], draws[0], count, BLOCK_V)
     return weights.to(tl.float64)
 
 
-@jit
-def _rejected_draws(
-    tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q: constexpr
-):
-    """The draws of a node where the walk stopped: tokens, kinds, rows of q, phase A's scales and masses, their
-    number. Of one-hot draws only the tokens are read."""
-    place = (batch * N + node) * K + turns
-    scale = tl.zeros_like(turns).to(tl.float32)
-    mass = scale
-    if HAS_Q:
-        exists, token, draw_kind, draw_q_row = _draws_of(
-            tokens, child, kind, q_row, batch, node, N, K, turns, child_row, child_node
-        )
-        mass = tl.load(mass_in + place, mask=turns < K, other=0.0)
-        scale = tl.load(scale_in + place, mask=turns < K, other=1.0)
-    else:
-        exists, token = draws_at(tokens + batch * N, child + batch * child_row + node * child_node, turns, K)
-        draw_kind, draw_q_row = token, token
-    return token, draw_kind, draw_q_row, scale, mass, tl.max(tl.where(exists, turns + 1, 0), 0)
-
-
-@jit(
-    do_not_specialize=[
-        "length_out",
-        "node_out",
-        "uniforms",
-        "N",
-        "K",
-        "R",
-        "child_row",
-        "child_node",
-        "entry_batch",
-        "uniforms_row",
-        "uniforms_node",
-        "max_depth",
-    ]
-)
+@jit(do_not_specialize=[*_SIZES, "uniforms", "uniforms_row", "uniforms_node", "max_depth"])
 def _walk_kernel(
-    logits,
-    scalars,
-    best,
-    tokens,
-    child,
-    kind,
-    q_row,
-    q,
-    entry,
-    acceptance,
-    mass_in,
-    scale_in,
+    target,
+    drafts,
     uniforms,
-    path,
-    length_out,
-    node_out,
-    finite_out,
-    sums,
+    outputs,
     N,
     K,
     R,
-    V,
-    VQ,
-    logits_row,
-    logits_node,
     child_row,
     child_node,
     entry_batch,
-    entry_row,
     uniforms_row,
     uniforms_node,
     max_depth,
-    GREEDY: constexpr,
-    HAS_Q: constexpr,
-    HAS_IDS: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
     PART: constexpr,
@@ -459,23 +320,24 @@ def _walk_kernel(
 
     The sum of a part is float64, as the cumulative sum of the definition.
     """
+    path, length_out, node_out, finite_out, sums = outputs
     part = tl.program_id(1)
     batch = tl.program_id(0).to(tl.int64)
     turns = tl.arange(0, BLOCK_K)
     node = batch * 0
     length = batch * 0
-    normaliser = tl.load(scalars + batch * N * 4 + 3)  # NaN where the logits are not finite
+    normaliser = tl.load(target.scalars + batch * N * 4 + 3)  # NaN where the logits are not finite
     finite = normaliser == normaliser
     for depth in range(1, max_depth + 1):
         if length == depth - 1:
-            acceptances = tl.load(acceptance + (batch * N + node) * K + turns, mask=turns < K, other=0.0)
+            acceptances = tl.load(drafts.acceptance + (batch * N + node) * K + turns, mask=turns < K, other=0.0)
             place = batch * uniforms_row + node * uniforms_node + turns
             uniform = tl.load(uniforms + place, mask=turns < K, other=1.0)
             first = tl.min(tl.where(uniform < acceptances, turns, BLOCK_K), 0)
             if first < BLOCK_K:
-                node = tl.load(child + batch * child_row + node * child_node + first)
+                node = tl.load(drafts.child + batch * child_row + node * child_node + first)
                 length += 1
-                normaliser = tl.load(scalars + (batch * N + node) * 4 + 3)
+                normaliser = tl.load(target.scalars + (batch * N + node) * 4 + 3)
                 finite = finite & (normaliser == normaliser)
         tl.store(path + batch * (max_depth + 1) + depth, tl.where(length == depth, node, depth), mask=part == 0)
     tl.store(path + batch * (max_depth + 1), batch * 0, mask=part == 0)
@@ -483,71 +345,28 @@ def _walk_kernel(
     tl.store(node_out + batch, node, mask=part == 0)
     tl.store(finite_out + batch, finite.to(tl.int8), mask=part == 0)
 
-    token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
-        tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
-    )
+    rejected = _rejected(target, drafts, batch, node, N, K, R, child_row, child_node, entry_batch, turns)
     total = tl.zeros([BLOCK_V], tl.float64)
     for step in range(0, PART, BLOCK_V):
-        start = part * PART + step
-        total += _weights(
-            logits + batch * logits_row + node * logits_node,
-            scalars + (batch * N + node) * 4,
-            best + batch * N + node,
-            q + batch * R * VQ,
-            entry + batch * entry_batch,
-            start + tl.arange(0, BLOCK_V),
-            start,
-            token,
-            draw_kind,
-            draw_q_row,
-            scale,
-            mass,
-            turns,
-            draws,
-            V,
-            VQ,
-            entry_row,
-            GREEDY,
-            HAS_Q,
-            HAS_IDS,
-            BLOCK_V,
-        )
+        total += _weights(target, drafts, rejected, part * PART + step, BLOCK_V)
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
-@jit(do_not_specialize=["node_in", "parts", "N", "K", "R", "child_row", "child_node", "entry_batch", "bonus_row"])
+@jit(do_not_specialize=[*_SIZES, "bonus_row"])
 def _draw_kernel(
-    logits,
-    scalars,
-    best,
-    tokens,
-    child,
-    kind,
-    q_row,
-    q,
-    entry,
-    mass_in,
-    scale_in,
+    target,
+    drafts,
     node_in,
     sums,
     bonus_uniform,
     bonus,
-    parts,
     N,
     K,
     R,
-    V,
-    VQ,
-    logits_row,
-    logits_node,
     child_row,
     child_node,
     entry_batch,
-    entry_row,
     bonus_row,
-    GREEDY: constexpr,
-    HAS_Q: constexpr,
-    HAS_IDS: constexpr,
     BLOCK_K: constexpr,
     BLOCK_V: constexpr,
     PART: constexpr,
@@ -556,47 +375,23 @@ def _draw_kernel(
     """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
     the total lies in the first part of which this is true."""
     batch = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, BLOCK_P)
+    number, parts = tl.arange(0, BLOCK_P), tl.cdiv(target.vocabulary, PART)
     part_sums = tl.load(sums + batch * parts + number, mask=number < parts, other=0.0)
     after = tl.cumsum(part_sums, 0)
     threshold = tl.load(bonus_uniform + batch * bonus_row).to(tl.float64) * tl.max(after, 0)
     part = tl.min(tl.where((after > threshold) & (part_sums > 0), number, BLOCK_P), 0)
     bonus_token = batch * 0  # where the logits are not finite, no comparison is true
     if part < BLOCK_P:
+        V, node = target.vocabulary, tl.load(node_in + batch)
         turns = tl.arange(0, BLOCK_K)
-        node = tl.load(node_in + batch)
-        token, draw_kind, draw_q_row, scale, mass, draws = _rejected_draws(
-            tokens, child, kind, q_row, mass_in, scale_in, batch, node, N, K, turns, child_row, child_node, HAS_Q
-        )
+        rejected = _rejected(target, drafts, batch, node, N, K, R, child_row, child_node, entry_batch, turns)
         before = tl.sum(tl.where(number == part - 1, after, 0.0), 0)
         found = V + tl.zeros([BLOCK_V], tl.int32)  # by lane, the first token whose cumulative sum is above
         last = tl.zeros([BLOCK_V], tl.int32)  # by lane, the last token of positive weight
         for step in range(0, PART, BLOCK_V):
             start = part * PART + step
             x = start + tl.arange(0, BLOCK_V)
-            weights = _weights(
-                logits + batch * logits_row + node * logits_node,
-                scalars + (batch * N + node) * 4,
-                best + batch * N + node,
-                q + batch * R * VQ,
-                entry + batch * entry_batch,
-                x,
-                start,
-                token,
-                draw_kind,
-                draw_q_row,
-                scale,
-                mass,
-                turns,
-                draws,
-                V,
-                VQ,
-                entry_row,
-                GREEDY,
-                HAS_Q,
-                HAS_IDS,
-                BLOCK_V,
-            )
+            weights = _weights(target, drafts, rejected, start, BLOCK_V)
             above = before + tl.cumsum(weights, 0) > threshold
             found = tl.minimum(found, tl.where(above & (weights > 0), x, V))
             last = tl.where(weights > 0, x, last)
@@ -620,15 +415,6 @@ def widened(q: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
     the target's: ``[B, R, V]``."""
     wide = q.new_zeros(*q.shape[:2], vocabulary + 1)
     return wide.scatter_(2, torch.where(ids < 0, vocabulary, ids).expand_as(q), q)[..., :vocabulary]
-
-
-def verify_tile(max_draws: int, vocabulary: int, with_q: bool) -> dict[str, int]:
-    """The kernels' block sizes for at most ``max_draws`` draws of a node (K)."""
-    # One-hot draws cost little; a step, a prompt and a step of another tree then share a kernel.
-    block_k = next_power(max_draws) if with_q else next_power(max_draws, 16)
-    # With q, the comparison of x with all draws is a tile of 4096 elements at most, which registers hold.
-    most = max(64, min(1024, 4096 // block_k)) if with_q else 1024
-    return {"BLOCK_K": block_k, "BLOCK_V": min(next_power(vocabulary), most), "num_warps": 8}
 
 
 PARTS = 64  # at most, of the vocabulary, for the draw of the bonus token
@@ -679,25 +465,10 @@ def verify_logits(
         logits of a node of the path hold NaN or +∞, or −∞ only; the bonus token is then some token.
     """
     if why_not_triton(logits):
-        return verify_logits_reference(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            tokens,
-            child,
-            kind,
-            q_row,
-            q,
-            uniforms,
-            bonus_uniform,
-            max_depth,
-            ids,
-            uses,
-        )
+        draws = (tokens, child, kind, q_row, q, uniforms, bonus_uniform, max_depth, ids)
+        return verify_logits_reference(logits, temperature, top_k, top_p, min_p, *draws, uses)
     rows, nodes, vocabulary = logits.shape
-    max_draws = child.shape[2]
+    max_draws, device = child.shape[2], logits.device
     logits = dense(logits)
     child, uniforms = (dense(child), dense(uniforms)) if max_draws else (child, uniforms)
     tokens, has_q = tokens.contiguous(), q is not None and max_draws > 0
@@ -705,105 +476,35 @@ def verify_logits(
     scalars, best, acceptance = distribution_scalars(
         logits, temperature, top_k, top_p, min_p, uses, *one_hot, block=block
     )
-    tile = verify_tile(max(max_draws, 1), vocabulary, has_q)
-    if block:
-        tile["BLOCK_V"] = block
-    distributions = entries = mass = scale = scalars  # in place of what there is not: never read
-    sizes, entry_strides, has_ids = (1, vocabulary, 1), [0, 0], has_q and ids is not None
-    flags = {"GREEDY": uses[0], "HAS_IDS": has_ids, **tile}
+    target = TargetNodes(logits, scalars, best if uses[0] else None, vocabulary, *logits.stride()[:2])
+    # One-hot draws cost little; a step, a prompt and a step of another tree then share a kernel.
+    block_k = next_power(max(max_draws, 1), 1 if has_q else 16)
+    # With q, the comparison of x with all draws is a tile of 4096 elements at most, which registers hold.
+    most = max(64, min(1024, 4096 // block_k)) if has_q else 1024
+    tile = {"BLOCK_K": block_k, "BLOCK_V": block or min(next_power(vocabulary), most), "num_warps": 8}
+    drafts, num_q, entry_batch = _Drafts(tokens, child, acceptance), 1, 0
     if has_q and q is not None:
-        distributions, kind, q_row = q.contiguous(), kind.contiguous(), q_row.contiguous()
-        acceptance = torch.empty(child.shape, dtype=torch.float32, device=logits.device)
-        mass, scale = torch.empty_like(acceptance), torch.empty_like(acceptance)
-        sizes = (q.shape[1], vocabulary, q.shape[2])
+        acceptance, mass, scale = (torch.empty(child.shape, dtype=torch.float32, device=device) for _ in range(3))
+        drafts = _Drafts(tokens, child, acceptance, kind.contiguous(), q_row.contiguous(), q.contiguous())
+        _, num_q, width = q.shape
+        drafts = drafts._replace(mass=mass, scale=scale, vocabulary=vocabulary, width=width)
         if ids is not None:
             entries = entries_of(ids, vocabulary)
             shared = zip(ids.shape, entries.stride(), strict=True)
-            entry_strides = [0 if size == 1 else stride for size, stride in shared]
-    else:
-        kind = q_row = child  # never read
-    strides = (*logits.stride()[:2], *child.stride()[:2], *entry_strides[:2])
+            entry_batch, entry_row, _ = (0 if size == 1 else stride for size, stride in shared)
+            drafts = drafts._replace(entry=entries, entry_row=entry_row)
+    sizes = (nodes, max_draws, num_q, *child.stride()[:2], entry_batch)
     part = max(tile["BLOCK_V"], next_power(-(-vocabulary // PARTS)))
     parts = -(-vocabulary // part)
-    sums = torch.empty(rows, parts, dtype=torch.float64, device=logits.device)
-    path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=logits.device)
-    length, node, bonus = torch.empty(3, rows, dtype=torch.int64, device=logits.device)
-    finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
+    sums = torch.empty(rows, parts, dtype=torch.float64, device=device)
+    path = torch.empty(rows, max_depth + 1, dtype=torch.int64, device=device)
+    length, node, bonus = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(3))
+    finite = torch.empty(rows, dtype=torch.int8, device=device)
     with torch.cuda.device_of(logits):
         if has_q:
-            _acceptances_kernel[(rows, nodes)](
-                logits,
-                scalars,
-                best,
-                tokens,
-                child,
-                kind,
-                q_row,
-                distributions,
-                entries,
-                acceptance,
-                mass,
-                scale,
-                nodes,
-                max_draws,
-                *sizes,
-                *strides,
-                **flags,
-            )
-        _walk_kernel[(rows, parts)](
-            logits,
-            scalars,
-            best,
-            tokens,
-            child,
-            kind,
-            q_row,
-            distributions,
-            entries,
-            acceptance,
-            mass,
-            scale,
-            uniforms,
-            path,
-            length,
-            node,
-            finite,
-            sums,
-            nodes,
-            max_draws,
-            *sizes,
-            *strides,
-            *uniforms.stride()[:2],
-            max_depth,
-            HAS_Q=has_q,
-            PART=part,
-            **flags,
-        )
-        _draw_kernel[(rows,)](
-            logits,
-            scalars,
-            best,
-            tokens,
-            child,
-            kind,
-            q_row,
-            distributions,
-            entries,
-            mass,
-            scale,
-            node,
-            sums,
-            bonus_uniform,
-            bonus,
-            parts,
-            nodes,
-            max_draws,
-            *sizes,
-            *strides,
-            bonus_uniform.stride(0),
-            HAS_Q=has_q,
-            PART=part,
-            BLOCK_P=next_power(parts),
-            **flags,
-        )
+            _acceptances_kernel[(rows, nodes)](target, drafts, *sizes, **tile)
+        outputs, strides = (path, length, node, finite, sums), uniforms.stride()[:2]
+        _walk_kernel[(rows, parts)](target, drafts, uniforms, outputs, *sizes, *strides, max_depth, PART=part, **tile)
+        drawn = (node, sums, bonus_uniform, bonus, *sizes, bonus_uniform.stride(0))
+        _draw_kernel[(rows,)](target, drafts, *drawn, PART=part, BLOCK_P=next_power(parts), **tile)
     return path, length, node, bonus, finite.view(torch.bool)

@@ -92,27 +92,17 @@ class Plan:
     epochs: float | None = None  # in place of steps, whose number the rows will say
 
     @classmethod
-    def of(
-        cls,
-        recipe: DrafterRecipe,
-        stage: Stage,
-        shape: TargetShape,
-        trained: int,
-        projected: int = 0,
-        passes: int = 1,
-        copied: int = 0,
-        unrolled: int = 1,
-    ) -> "Plan":
-        """A stage beside a frozen target. Under ZeRO-3 and FSDP a process holds its part of all but the LM head."""
+    def of(cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, **costs: int) -> "Plan":
+        """A stage beside a frozen target; ``costs``: projected, passes, copied, unrolled. Under ZeRO-3 and FSDP a
+        process holds its part of all but the LM head."""
         t = recipe.target
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
         if sharded.spreads():
             whole = shape.hidden_size * shape.vocab_size / shape.parameters
             held *= whole + (1 - whole) / PartialState().num_processes
         positions = stage.batch.sequences * recipe.data.max_length
-        frozen, steps = shape.parameters, stage.steps
-        sizes = positions, projected, passes, copied, unrolled
-        return cls(stage.name, frozen, trained, held, stage.optim, steps, *sizes, epochs=stage.epochs)
+        sizes = (held, stage.optim, stage.steps, positions)
+        return cls(stage.name, shape.parameters, trained, *sizes, epochs=stage.epochs, **costs)
 
     @property
     def memory(self) -> float:
@@ -154,15 +144,9 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
     for plan in stages:
         seconds = plan.operations / rate / processes
-        table.add_row(
-            plan.name,
-            f"{plan.frozen / 1e6:,.1f} M",
-            f"{plan.trained / 1e6:,.1f} M",
-            f"{plan.memory / 1e9:,.1f} GB",
-            f"{plan.positions:,}",
-            f"{seconds:,.2f} s",
-            _duration(plan, seconds),
-        )
+        whole = f"{plan.epochs:g} epochs" if plan.steps is None else f"{seconds * plan.steps / 3600:,.1f} h"
+        sizes = (f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB")
+        table.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
     console.print(table)
     console.print(
         "Memory: weights, gradients, moments and logits; activations come on top. Time: at the "
@@ -171,11 +155,6 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
     )
     if any(plan.steps is None for plan in stages):
         console.print("How many steps an epoch has is known once the rows are read; training prints it then.")
-
-
-def _duration(plan: Plan, seconds: float) -> str:
-    """What a stage of steps of so many seconds takes."""
-    return f"{plan.epochs:g} epochs" if plan.steps is None else f"{seconds * plan.steps / 3600:,.1f} h"
 
 
 def decode_a_little(folder: Path) -> str:

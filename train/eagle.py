@@ -153,15 +153,8 @@ class EagleTraining(nn.Module):
         read = features.float()
         if eagle.config.version == 1 and self.noise and self.training:
             read = self.noisy(read, batch, step)
-        unrolled = eagle.unroll(
-            read,
-            self.target.embeddings,
-            batch["tokens"],
-            self.steps,
-            batch.get("positions"),
-            batch.get("segment"),
-            chosen,
-        )
+        places_of = (batch.get("positions"), batch.get("segment"), chosen)
+        unrolled = eagle.unroll(read, self.target.embeddings, batch["tokens"], self.steps, *places_of)
         for i, out in enumerate(unrolled):
             where, count = labelled[i].gather(1, chosen), counts[i].clamp(min=1)
             behind = (chosen + i + 1).clamp(max=taught.shape[1] - 1)  # where the target predicts the same token
@@ -198,22 +191,14 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     shape = target_shape(t)
     folder = resolve_folder(t.name, t.revision, weights=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
-    made = EagleConfig.for_target(
-        config,
-        shape.vocab_size,
-        recipe.data.max_length,
-        d.version,
-        d.projection,
-        d.draft_vocab_size,
-        d.captured_layers or (),
-        **d.options,
-    )
-    made = shape_of_init(recipe, made)
+    length, layers = recipe.data.max_length, d.captured_layers or ()
+    own_shape = (d.version, d.projection, d.draft_vocab_size, layers)
+    made = shape_of_init(recipe, EagleConfig.for_target(config, shape.vocab_size, length, *own_shape, **d.options))
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
-    copied = rows if d.draft_vocab_size else 0
-    return [Plan.of(recipe, s, shape, own, d.unroll * rows, copied=copied, unrolled=d.unroll) for s in recipe.stages]
+    costs = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0, "unrolled": d.unroll}
+    return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 
 def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:

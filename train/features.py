@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -53,17 +54,11 @@ def hidden_states(
     where = f"on disk in {stored.parent}" if stored else f"of memory for {processes} process(es)"
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
-        request = {
-            "target": target.fingerprint,
-            "made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)],
-            "quantized": str(getattr(target.model.config, "quantization_config", None)),
-            "rows": rows.samples.sha256(),
-            "share": rows.share,
-            "dtype": str(dtype),
-            "shape": list(shape),
-            "batch_size": batch_size,
-            **({"captures": list(captures)} if captures else {}),
-        }
+        request: dict[str, Any] = {"target": target.fingerprint, "rows": rows.samples.sha256(), "share": rows.share}
+        request |= {"made_in": [str(target.dtype), torch.is_autocast_enabled(target.device.type)]}
+        request |= {"quantized": str(getattr(target.model.config, "quantization_config", None))}
+        request |= {"dtype": str(dtype), "shape": list(shape), "batch_size": batch_size}
+        request |= {"captures": list(captures)} if captures else {}
         with accelerator.main_process_first():
             reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
             if not reusable:

@@ -122,14 +122,8 @@ def check_beginning(init_from: str, m: Model) -> None:
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")
     stored, own = json_object(folder / "config.json"), config_of(m, 0).to_dict()
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    ):
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    for name in ("vocab_size", "hidden_size", *counts, "intermediate_size"):
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
     check_ends(where, load_tokenizer(folder).get_vocab())

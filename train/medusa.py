@@ -204,11 +204,11 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         config = MedusaConfig(**d.model_dump(), hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
-    projected, copied = d.num_draft_heads * rows, rows if d.draft_vocab_size else 0
-    found = [Plan.of(recipe, stage, shape, own, projected, copied=copied) for stage in recipe.stages]
+    costs = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
+    found = [Plan.of(recipe, stage, shape, own, **costs) for stage in recipe.stages]
     if joint:
         trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
-        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, projected, passes, copied)
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, passes=passes, **costs)
     return found
 
 

@@ -172,17 +172,8 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
     d, outputs = run.recipe.drafter, len(drafts.weight)
     if d.shortlist == "dynaspec":
         clusters = cluster(run, target, drafts)
-        config = ShortlistConfig(
-            "dynaspec",
-            outputs,
-            (1,),
-            0,
-            (1,),
-            d.num_clusters,
-            d.router_width,
-            drafts.embedding_size,
-            drafts.feature_size,
-        )
+        widths = (d.router_width, drafts.embedding_size, drafts.feature_size)
+        config = ShortlistConfig("dynaspec", outputs, (1,), 0, (1,), d.num_clusters, *widths)
         # While the router trains, it is measured by a quarter of the vocabulary.
         head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
         head.starts.copy_(clusters.starts)
@@ -298,13 +289,7 @@ def table_of(measured: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:
     table = Table("k_max", "schedule", "τ", "recall@1", "recall@10", "tokens", "head")
     for line in measured:
         first, ten, tokens = (statistics.fmean(line[name]) for name in ("top1", "top10", "tokens"))
-        table.add_row(
-            f"{line['k_max']}{' ←' if line is best else ''}",
-            line["schedule"],
-            f"{line['simulated_tau']:.3f}",
-            f"{first:.3f}",
-            f"{ten:.3f}",
-            f"{tokens:,.0f}",
-            f"{line['seconds'] * 1e3:.2f} ms",
-        )
+        name = f"{line['k_max']}{' ←' if line is best else ''}"
+        shares = (f"{share:.3f}" for share in (line["simulated_tau"], first, ten))
+        table.add_row(name, line["schedule"], *shares, f"{tokens:,.0f}", f"{line['seconds'] * 1e3:.2f} ms")
     return table

@@ -226,15 +226,10 @@ def export(
     trees = _trees(of_depth)
     facts |= {"simulated_tau": simulate_ensemble(trees, of_depth), "loss": recipe.drafter.loss}
     facts |= {"boost": recipe.boost.model_dump()}
-    shape = {
-        "num_ssms": len(ssms),
-        "layers": recipe.drafter.layers,
-        "draft_vocab_size": None if ids is None else len(ids),
-        "vocab_size": target.vocab_size,
-        "mark_tokens": recipe.boost.tokens,
-        "coverage": coverage(matched),
-        "overlap": overlap(matched),
-    }
+    size = None if ids is None else len(ids)
+    shape: dict[str, Any] = {"num_ssms": len(ssms), "layers": recipe.drafter.layers, "draft_vocab_size": size}
+    shape |= {"vocab_size": target.vocab_size, "mark_tokens": recipe.boost.tokens}
+    shape |= {"coverage": coverage(matched), "overlap": overlap(matched)}
     if run.main:
         for name, ssm in zip(parts, ssms, strict=True):
             stored = in_dtype(ssm.model.state_dict(), recipe.export.dtype)

@@ -65,9 +65,10 @@ def plans(recipe: DrafterRecipe) -> list[Plan]:
     if d.layers:
         folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
         trained, copied = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
-        return [Plan.of(recipe, s, shape, trained, outputs, passes, copied) for s in recipe.stages]
+        costs = {"projected": outputs, "passes": passes, "copied": copied}
+        return [Plan.of(recipe, s, shape, trained, **costs) for s in recipe.stages]
     try:
         base = target_shape(TargetSection(name=str(d.base)))
     except ValueError as error:
         raise ValueError(f"drafter.base: {str(error).removeprefix('target ')}") from None
-    return [Plan.of(recipe, s, shape, base.parameters, 0, passes) for s in recipe.stages]
+    return [Plan.of(recipe, s, shape, base.parameters, passes=passes) for s in recipe.stages]

@@ -41,14 +41,8 @@ class Trackers:
         note = folder / "wandb_id"  # a resumed run goes on in the same chart
         identity = (read_text(note).strip() if note.exists() else "") or uuid.uuid4().hex[:8]
         write_text(note, identity)
-        given: dict[str, Any] = {
-            "project": track.project,
-            "name": folder.name,
-            "id": identity,
-            "resume": "allow",
-            "dir": str(folder),
-            "config": config,
-        }
+        given: dict[str, Any] = {"project": track.project, "name": folder.name, "id": identity, "resume": "allow"}
+        given |= {"dir": str(folder), "config": config}
         settings = wandb.Settings(init_timeout=WAIT, silent=True, console="off", x_disable_stats=True)
         offline = track.offline or os.environ.get("WANDB_MODE") == "offline"
         try:
