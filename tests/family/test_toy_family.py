@@ -62,11 +62,8 @@ def test_it_trains_and_is_exported(whole):
     assert facts["steps"] == 40 and facts["simulated_tau"] == max(list(metrics(whole, "simulated_tau").values())[2:])
     config = json.loads((whole / "config.json").read_text())
     assert (config["drafter_type"], config["width"]) == ("toy", 24)
-    weights = load_file(whole / "model.safetensors")
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {
-        "embed.weight": (300, 24),
-        "out.weight": (300, 24),
-    }
+    shapes = {name: tuple(weight.shape) for name, weight in load_file(whole / "model.safetensors").items()}
+    assert shapes == {"embed.weight": (300, 24), "out.weight": (300, 24)}
 
 
 class Killed(BaseException):
@@ -99,21 +96,8 @@ def test_it_is_calibrated_and_decodes(whole, run_main, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("import os", "def read(path):")))
     for name in (whole, f"{whole}+ngram"):
-        code, _, err = run_main(
-            decode.main,
-            name,
-            "--prompts",
-            prompts,
-            "--max-new-tokens",
-            "24",
-            "--threads",
-            "1",
-            "--check-lossless",
-            "--baseline",
-            "none",
-            "--report",
-            tmp_path,
-        )
+        options = ["--max-new-tokens", 24, "--threads", 1, "--baseline", "none", "--report", tmp_path]
+        code, _, err = run_main(decode.main, name, "--prompts", prompts, "--check-lossless", *options)
         assert code == 0, err
         report = json.loads((tmp_path / "report.json").read_text())
         assert report["lossless"]["identical"] is True and report["new_tokens"] == 48
@@ -124,13 +108,8 @@ def test_its_options_are_the_shared_ones(recipe, whole, run_main, tmp_path):
     assert code == 0 and "identical to plain decoding" in out and "lr: 0.1" in out, err
     code, _, err = run_main(toy_family.main, recipe, "--tiny", f"run.output_dir={tmp_path}")
     assert code == 0 and (tmp_path / "whole-tiny/model.safetensors").exists(), err
-    again = [
-        f"run.output_dir={tmp_path}",
-        "run.name=again",
-        f"init_from={whole}",
-        "stages.1.optim.lr=1e-9",
-        "stages.0.optim.lr=1e-9",
-    ]
+    again = [f"run.output_dir={tmp_path}", "run.name=again", f"init_from={whole}"]
+    again += [f"stages.{stage}.optim.lr=1e-9" for stage in (0, 1)]
     assert run_main(toy_family.main, recipe, *again)[0] == 0
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "again"))
     assert all((first[name] - second[name]).abs().max() < 1e-6 for name in first)

@@ -22,6 +22,10 @@ ROOT = HERE.parents[1]
 PIECES = 512  # of the sentencepiece models; the byte-level ones have as many before their special tokens
 PADDING = 64  # a vocabulary that is padded beyond its tokenizer becomes a multiple of this
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+# As Llama's sentencepiece model was made
+LLAMA_PIECES: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "split_digits": True, "minloglevel": 2}
+LLAMA_PIECES |= {"allow_whitespace_only_pieces": True, "remove_extra_whitespaces": False, "add_dummy_prefix": True}
+LLAMA_PIECES |= {"normalization_rule_name": "identity", "unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1}
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions. USER: ASSISTANT:"
@@ -70,27 +74,10 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
     """The tokenizer's files; returns the real id → the id here, for the ids that the configs name."""
     wanted = manifest["tokenizer"]
     special = {str(token): number for token, number in wanted.get("special_ids", {}).items()}
-    fields: dict[str, Any] = {
-        name: value
-        for name, value in wanted.items()
-        if name
-        in (
-            "bos_token",
-            "eos_token",
-            "unk_token",
-            "pad_token",
-            "add_bos_token",
-            "add_eos_token",
-            "legacy",
-            "model_max_length",
-            "clean_up_tokenization_spaces",
-            "additional_special_tokens",
-            "model_input_names",
-            "add_prefix_space",
-            "errors",
-            "split_special_tokens",
-        )
-    }
+    kept = "bos_token eos_token unk_token pad_token add_bos_token add_eos_token legacy model_max_length errors"
+    kept += " clean_up_tokenization_spaces additional_special_tokens model_input_names add_prefix_space"
+    kept += " split_special_tokens"
+    fields: dict[str, Any] = {name: value for name, value in wanted.items() if name in kept.split()}
     fields["tokenizer_class"] = wanted["class"]
     if wanted["chat_template"]:
         fields["chat_template"] = (HERE / "templates" / wanted["chat_template"]).read_text(encoding="utf-8")
@@ -101,19 +88,8 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter("\n".join(_texts()).splitlines()),
             model_writer=stream,
-            model_type="bpe",
             vocab_size=PIECES,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=True,
-            allow_whitespace_only_pieces=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            minloglevel=2,
+            **LLAMA_PIECES,
         )
         (root / "tokenizer.model").write_bytes(stream.getvalue())
     else:
@@ -146,15 +122,9 @@ def write_tokenizer(root: Path, manifest: dict[str, Any]) -> dict[int, int]:
         numbers = {number: PIECES + number - wanted["base_size"] for number in special.values()}
     first = 0 if wanted["kind"] == "sentencepiece" else PIECES
     added = set(wanted.get("added", ()))
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     fields["added_tokens_decoder"] = {
-        str(first + place): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": token not in added,
-        }
+        str(first + place): {"content": token, **plain, "special": token not in added}
         for place, token in enumerate(order)
     }
     _json(root / "tokenizer_config.json", fields)
@@ -224,16 +194,9 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
 # ---- data
 
 CHATS = 640  # of the ShareGPT file: recipes take 500 of them for validation
-ODD = {  # row → what is odd about it; both splits have each kind
-    7: "bard",
-    90: "gpt first",
-    150: "empty",
-    200: "system",
-    503: "bing",
-    530: "empty",
-    560: "gpt first",
-    600: "user, chatgpt",
-}
+# row → what is odd about it; both splits have each kind
+ODD = {7: "bard", 90: "gpt first", 150: "empty", 200: "system"}
+ODD |= {503: "bing", 530: "empty", 560: "gpt first", 600: "user, chatgpt"}
 
 
 def _sentence(chance: random.Random, low: int, high: int) -> str:

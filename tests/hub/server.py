@@ -8,14 +8,19 @@ What is uploaded is written there; what is asked for is kept in ``hub.requests``
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
 import threading
 import urllib.parse
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub.constants
+import pytest
 
 TOKEN, USER = "hf_secret", "somebody"
 _KINDS = {"models": "", "datasets": "datasets/"}  # kind → prefix of its pages
@@ -70,9 +75,33 @@ class Hub:
         return hashlib.sha1(repr(known).encode()).hexdigest()
 
 
+@contextlib.contextmanager
+def hub_of_this_process(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A miniature over ``folder`` in the place of the Hub, and a cache of downloads of its own."""
+    with Hub(folder) as hub:
+        for name, value in {
+            "ENDPOINT": hub.endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_CACHE": str(folder / "downloads"),
+        }.items():
+            patch.setattr(huggingface_hub.constants, name, value)
+        patch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+        assert hub.unknown == []
+
+
 def _blob(path: Path) -> str:
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _file(name: str, path: Path) -> dict[str, Any]:
+    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": _blob(path)}
+
+
+def _directory(name: str) -> dict[str, Any]:
+    return {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -127,8 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
-        query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+        url = urllib.parse.urlsplit(self.path)
+        path, query = urllib.parse.unquote(url.path), urllib.parse.parse_qs(url.query)
         if path == "/api/whoami-v2":
             if self.token() != TOKEN:
                 return self.deny(401, "InvalidToken", "Invalid user token.")
@@ -149,30 +178,20 @@ class _Handler(BaseHTTPRequestHandler):
                 branch = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.hub.commit(repository)}
                 self.answer(200, {"branches": [branch], "tags": [], "converts": [], "pullRequests": []})
             return None
+        return self.no_page(path)
+
+    def no_page(self, path: str) -> None:
         self.hub.unknown.append(f"{self.command} {path}")
-        return self.deny(404, "EntryNotFound", f"{path}: this miniature has no such page")
+        self.deny(404, "EntryNotFound", f"{path}: this miniature has no such page")
 
     def info(self, kind: str, name: str, revision: str) -> None:
         repository = self.repository(kind, name)
         if repository is None or (commit := self.revision(repository, revision)) is None:
             return
         siblings = [{"rfilename": file} for file in self.hub.files(repository)]
-        gated = "manual" if repository in self.hub.gated else False
-        self.answer(
-            200,
-            {
-                "id": name,
-                "author": name.split("/")[0],
-                "sha": commit,
-                "private": False,
-                "gated": gated,
-                "disabled": False,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-                "siblings": siblings,
-            },
-        )
+        about = {"id": name, "author": name.split("/")[0], "sha": commit, "siblings": siblings}
+        about |= {"private": False, "gated": "manual" if repository in self.hub.gated else False, "disabled": False}
+        self.answer(200, about | {"tags": [], "downloads": 0, "likes": 0})
 
     def tree(self, kind: str, name: str, revision: str, folder: str, recursive: bool) -> None:
         """A gated repository's list of files is open to all; their content is not."""
@@ -187,20 +206,12 @@ class _Handler(BaseHTTPRequestHandler):
             parts = file.removeprefix(begin).split("/")
             for depth in range(1, len(parts) if recursive else min(2, len(parts))):
                 inner = begin + "/".join(parts[:depth])
-                entries[inner] = {
-                    "type": "directory",
-                    "path": inner,
-                    "size": 0,
-                    "oid": hashlib.sha1(inner.encode()).hexdigest(),
-                }
+                entries[inner] = _directory(inner)
             if recursive or len(parts) == 1:
-                entries[file] = self.entry(file, path)
+                entries[file] = _file(file, path)
         if folder and not entries:
             return self.deny(404, "EntryNotFound", f"{folder} does not exist on {revision}")
         self.answer(200, list(entries.values()))
-
-    def entry(self, file: str, path: Path) -> dict[str, Any]:
-        return {"type": "file", "path": file, "size": path.stat().st_size, "oid": _blob(path)}
 
     def resolve(self, kind: str, name: str, revision: str, file: str) -> None:
         repository = self.repository(kind, name)
@@ -208,16 +219,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         page = f"{self.hub.endpoint}/{_KINDS[kind]}{name}"
         if repository in self.hub.gated and self.token() not in self.hub.gated[repository]:
-            said = f"Access to {kind.removesuffix('s')} {name} is restricted"
+            code, why = 403, f" and you are not in the authorized list. Visit {page} to ask for access."
             if self.token() is None:
-                return self.deny(
-                    401,
-                    "GatedRepo",
-                    f"{said}. You must have access to it and be authenticated to access it. Please log in.",
-                )
-            return self.deny(
-                403, "GatedRepo", f"{said} and you are not in the authorized list. Visit {page} to ask for access."
-            )
+                code, why = 401, ". You must have access to it and be authenticated to access it. Please log in."
+            return self.deny(code, "GatedRepo", f"Access to {kind.removesuffix('s')} {name} is restricted{why}")
         self.hub.requests.append((self.command, f"{repository}/{file}"))
         path = self.hub.files(repository).get(file)
         headers = {"X-Repo-Commit": commit}
@@ -254,13 +259,12 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or USER}/{asked['name']}"
             if not name.startswith(f"{USER}/"):
                 return self.deny_namespace(name)
+            url = f"{self.hub.endpoint}/{name}"
             folder = self.hub.folder / f"{asked.get('type') or 'model'}s" / name
             if folder.exists():
-                return self.answer(
-                    409, {"error": "You already created this repo", "url": f"{self.hub.endpoint}/{name}"}
-                )
+                return self.answer(409, {"error": "You already created this repo", "url": url})
             folder.mkdir(parents=True)
-            return self.answer(200, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
+            return self.answer(200, {"url": url, "name": name, "id": name})
         if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(preupload|commit)/main", path):
             kind, name, what = found.groups()
             if not name.startswith(f"{USER}/"):
@@ -268,8 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
             if repository := self.repository(kind, name):
                 getattr(self, what)(repository, name, content)
             return None
-        self.hub.unknown.append(f"{self.command} {path}")
-        return self.deny(404, "EntryNotFound", f"{path}: this miniature has no such page")
+        return self.no_page(path)
 
     def deny_namespace(self, name: str) -> None:
         said = f'You don\'t have the rights to create a model under the namespace "{name.partition("/")[0]}"'
@@ -280,20 +283,17 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None or self.revision(repository, revision) is None:
             return
         files = self.hub.files(repository)
-        found = [self.entry(path, files[path]) for path in paths if path in files]
+        found = [_file(path, files[path]) for path in paths if path in files]
         for path in paths:
             if any(file.startswith(f"{path}/") for file in files):
-                found.append(
-                    {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
-                )
+                found.append(_directory(path))
         self.answer(200, found)
 
     def preupload(self, repository: str, name: str, content: bytes) -> None:
-        files = [
-            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-            for file in json.loads(content)["files"]
-        ]
-        self.answer(200, {"files": files})
+        files = json.loads(content)["files"]
+        self.answer(
+            200, {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        )
 
     def commit(self, repository: str, name: str, content: bytes) -> None:
         for line in map(json.loads, content.splitlines()):

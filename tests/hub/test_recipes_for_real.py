@@ -30,40 +30,12 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 # tests/train/test_shipped_recipes.py
-NOTHING_OF_THE_HUB = {
-    "smollm2-distill",
-    "smollm2-dynaspec",
-    "smollm2-eagle3",
-    "smollm2-medusa",
-    "smollm2-medusa2",
-    "smollm2-ssm",
-    "tiny-distill",
-    "tiny-draft",
-    "tiny-dynaspec",
-    "tiny-eagle1",
-    "tiny-eagle3",
-    "tiny-lm",
-    "tiny-medusa",
-    "tiny-medusa2",
-    "tiny-ssm",
-}
-SIZES = [
-    "target.dtype=float32",
-    "data.max_length=224",
-    "stages.0.steps=4",
-    "stages.0.epochs=null",
-    "stages.0.batch={sequences: 4, accumulate: 2}",
-    "precision.autocast=none",
-    "precision.threads=1",
-    "checkpoint.every=4",
-    "evaluate={every: 2, sequences: 8}",
-]
-JOINT = [
-    "stages.1.steps=4",
-    "stages.1.epochs=null",
-    "stages.1.batch={sequences: 4, accumulate: 2}",
-    "precision.gradient_checkpointing=true",
-]
+NOTHING_OF_THE_HUB = {f"smollm2-{name}" for name in "distill dynaspec eagle3 medusa medusa2 ssm".split()}
+NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "distill draft dynaspec eagle1 eagle3 lm medusa medusa2 ssm".split()}
+STAGE = ["steps=4", "epochs=null", "batch={sequences: 4, accumulate: 2}"]
+SIZES = ["target.dtype=float32", "data.max_length=224", "precision.autocast=none", "precision.threads=1"]
+SIZES += ["checkpoint.every=4", "evaluate={every: 2, sequences: 8}", *(f"stages.0.{size}" for size in STAGE)]
+JOINT = [*(f"stages.1.{size}" for size in STAGE), "precision.gradient_checkpointing=true"]
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
 ADAPTER = {"adapter/adapter_model.safetensors"}
@@ -81,25 +53,13 @@ class World:
         for name in ("recipes", "train", "inference", "data"):
             (root / name).symlink_to(ROOT / name)
         left_out = ("HF_", "HUGGING", "TRANSFORMERS_", "DRAFTSMITH_", "WANDB_", "ACCELERATE_")
-        self.environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | {
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_HOME": str(root / "hf"),
-            "DRAFTSMITH_CACHE": str(root / "cache"),
-            "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-            "HF_TOKEN": TOKEN,
-            "OMP_NUM_THREADS": "1",
-            "NO_PROXY": "127.0.0.1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "COLUMNS": "200",
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("hub_commands.py")],
-            cwd=root,
-            env=self.environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        environment |= {"HF_HOME": str(root / "hf"), "DRAFTSMITH_CACHE": str(root / "cache"), "NO_PROXY": "127.0.0.1"}
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
+        self.environment, command = environment, [sys.executable, Path(__file__).with_name("hub_commands.py")]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, cwd=root, env=environment, **pipes)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -117,9 +77,8 @@ class World:
 
     def launch(self, *words: str) -> tuple[int, str, str]:
         """The same of ``accelerate …``, in a process of its own."""
-        done = subprocess.run(
-            [BIN / words[0], *words[1:]], cwd=self.root, env=self.environment, capture_output=True, text=True
-        )
+        command = [BIN / words[0], *words[1:]]
+        done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
 
@@ -170,21 +129,8 @@ def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors
     assert (run / "tree.json").exists()
     for drafter in (f"runs/{name}", f"{USER}/{name}"):
         report = world.root / "report"
-        succeed(
-            world.python(
-                "inference/decode.py",
-                drafter,
-                "--prompt",
-                "A river of stone",
-                "--max-new-tokens",
-                "12",
-                "--threads",
-                "1",
-                "--check-lossless",
-                "--report",
-                str(report),
-            )
-        )
+        words = [drafter, "--prompt", "A river of stone", "--max-new-tokens", "12", "--threads", "1"]
+        succeed(world.python("inference/decode.py", *words, "--check-lossless", "--report", str(report)))
         found = json.loads((report / "report.json").read_text())
         assert found["lossless"]["passed"] and found["lossless"]["identical"] == found["prompts"] == 1
         assert found["target"] == yaml.safe_load(RECIPES[name].read_text())["target"]["name"]
@@ -336,20 +282,15 @@ def distil(world: World, name: str, trains: str, first: str, second: str, *overr
 
 def shards(world: World, run: str) -> list[list[dict[str, str]]]:
     """The chats that were answered."""
-    lines = [
-        line
-        for path in sorted((world.root / "runs" / run).glob("shard-*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    return [json.loads(line)["messages"] for line in lines]
+    files = sorted((world.root / "runs" / run).glob("shard-*.jsonl"))
+    return [json.loads(line)["messages"] for file in files for line in file.read_text().splitlines()]
 
 
 def check_answers(world: World, run: str, asked: list[list[tuple[str, str]]]) -> None:
     """The user's turns are those of the seeds, and each has an answer of the target's own."""
     chats = shards(world, run)
-    assert sorted([m["content"] for m in chat if m["role"] == "user"] for chat in chats) == sorted(
-        [text for role, text in chat if role == "user"] for chat in asked
-    )
+    users = sorted([m["content"] for m in chat if m["role"] == "user"] for chat in chats)
+    assert users == sorted([text for role, text in chat if role == "user"] for chat in asked)
     theirs = {text for chat in asked for role, text in chat if role == "assistant"}
     for chat in chats:
         roles = [m["role"] for m in chat if m["role"] != "system"]
@@ -357,13 +298,12 @@ def check_answers(world: World, run: str, asked: list[list[tuple[str, str]]]) ->
         assert not theirs.intersection(m["content"] for m in chat)
 
 
+def ultrachat(first: int, count: int) -> list[list[tuple[str, str]]]:
+    return [miniatures.chat(first + n) for n in range(count)]
+
+
 SHAREGPT = ("train[:12]", sharegpt_chats(range(12)), "train[496:506]", sharegpt_chats(range(496, 506)))
-ULTRACHAT = (
-    "train_sft[:12]",
-    [miniatures.chat(5000 + n) for n in range(12)],
-    "test_sft[:8]",
-    [miniatures.chat(1000 + n) for n in range(8)],
-)
+ULTRACHAT = ("train_sft[:12]", ultrachat(5000, 12), "test_sft[:8]", ultrachat(1000, 8))
 
 
 @pytest.mark.parametrize(
@@ -381,24 +321,15 @@ def test_self_distillation(world, stem, target, seeds):
     check_answers(world, f"{stem}-held-out", held_out)
     train(world, f"{stem}-self-distill", *JOINT)
     check_requests(world, target)
-    spoken = [
-        [m["content"].strip() for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")
-    ]
-    found = supervised(world, f"{stem}-self-distill", target)
-    assert found == [[text for text in chat if text] for chat in spoken]
+    answers = [[m for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")]
+    spoken = [[text for m in chat if (text := m["content"].strip())] for chat in answers]
+    assert supervised(world, f"{stem}-self-distill", target) == spoken
     finish(world, f"{stem}-self-distill")
 
 
 def answer_for_llama3_70b(world: World, url: str) -> None:
-    distil(
-        world,
-        "llama3-70b-distill",
-        "llama3-70b-zero3",
-        "train_sft[:12]",
-        "test_sft[:8]",
-        f"endpoint.url={url}",
-        "endpoint.concurrency=2",
-    )
+    options = (f"endpoint.url={url}", "endpoint.concurrency=2")
+    distil(world, "llama3-70b-distill", "llama3-70b-zero3", "train_sft[:12]", "test_sft[:8]", *options)
 
 
 def train_llama3_70b(world: World, processes: int, *options: str) -> None:
@@ -414,7 +345,7 @@ def test_llama3_70b(world, endpoint):
     target = "meta-llama/Meta-Llama-3-70B-Instruct"
     assert {question["model"] for question in asked} == {target}
     assert world.hub.requested(f"models/{target}") == set(), "the server has the target"
-    check_answers(world, "llama3-70b-held-out", [miniatures.chat(1000 + n) for n in range(8)])
+    check_answers(world, "llama3-70b-held-out", ultrachat(1000, 8))
     train_llama3_70b(world, 1)
     check_requests(world, target)
     finish(world, "llama3-70b-zero3")
@@ -441,8 +372,7 @@ def test_llama3_8b(world):
     check_requests(world, "meta-llama/Meta-Llama-3-8B-Instruct")
     asked = world.hub.requested("datasets/HuggingFaceH4/ultrachat_200k")
     assert {name.split("-")[0] for name in asked if name.endswith(".parquet")} >= {"data/train_sft", "data/test_sft"}
-    held_out = [miniatures.chat(1000 + n) for n in range(40)]
-    assert supervised(world, "llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct") == said(held_out)
+    assert supervised(world, "llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct") == said(ultrachat(1000, 40))
     finish(world, "llama3-8b")
 
 
@@ -450,10 +380,8 @@ def test_qwen3_8b(world):
     """Its template renders earlier turns otherwise once they are history: the last one is what is supervised."""
     train(world, "qwen3-8b")
     check_requests(world, "Qwen/Qwen3-8B")
-    held_out = [miniatures.chat(1000 + n) for n in range(40)]
-    assert supervised(world, "qwen3-8b", "Qwen/Qwen3-8B") == [
-        [f"<think>\n\n</think>\n\n{chat[-1][1]}"] for chat in held_out
-    ]
+    answers = [[f"<think>\n\n</think>\n\n{chat[-1][1]}"] for chat in ultrachat(1000, 40)]
+    assert supervised(world, "qwen3-8b", "Qwen/Qwen3-8B") == answers
     finish(world, "qwen3-8b")
 
 
@@ -487,11 +415,8 @@ def test_llama7b_68m_ssm(world):
     """The base of the SSMs is on the Hub, too, with pickled weights; every SSM is uploaded."""
     name, parts = "llama7b-68m-ssm", ["ssm-0", "ssm-1", "ssm-2"]
     ask = "{prompts: 24, prompt_tokens: 12, new_tokens: 12, batch_size: 8}"
-    sources = [
-        f"data.{part}.{field}"
-        for part in ("train.0", "train.1", "validation.0")
-        for field in ("limit=40", f"answers={ask}")
-    ]
+    sources = [f"data.{part}.limit=40" for part in ("train.0", "train.1", "validation.0")]
+    sources += [f"data.{part}.answers={ask}" for part in ("train.0", "train.1", "validation.0")]
     rounds = [f"stages.{n}.{size}" for n in range(3) for size in ("steps=4", "batch={sequences: 4, accumulate: 2}")]
     out = train(world, name, *rounds, *sources, "boost.min_prompts=4")
     assert all(f"{part}: " in out for part in parts)

@@ -2,27 +2,21 @@
 
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-from server import TOKEN, USER, Hub
+from server import TOKEN, USER, hub_of_this_process
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for name in ("models/a/b", "datasets/a/b", "models/a/gated"):
         (tmp_path / name / "data").mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(name)
         (tmp_path / name / "data" / "x.txt").write_text("0123456789")
-    with Hub(tmp_path) as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-        pages = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", pages)
+    with hub_of_this_process(tmp_path, monkeypatch) as server:
         server.gated = {"models/a/gated": {TOKEN}}
         yield server
-        assert server.unknown == []
 
 
 def test_reading(hub, tmp_path):

@@ -2,12 +2,16 @@
 anything imports triton. Without either they are collected only in the subprocess that test_interpreted.py starts."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # cases.py
 
 from draftsmith.kernels.backend import INTERPRETING
 

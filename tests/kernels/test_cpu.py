@@ -2,13 +2,16 @@
 rows are, and where keys lie."""
 
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
+from cases import depths, random_parents, walk
 from torch.nn import functional as F
 
+from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import cpu
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
 from draftsmith.kernels.gated import CPU_ACTS, gated, gated_reference
@@ -90,9 +93,8 @@ def test_exact_gelu(dtype):
     """With a gate of ones: at most twice the error of PyTorch's in the same precision."""
     gates = torch.cat([torch.linspace(-6, 6, 9601), torch.tensor([-90.0, -torch.inf, torch.nan, torch.inf])]).to(dtype)
     found, both = torch.empty_like(gates), torch.cat([gates, torch.ones_like(gates)])
-    cpu.function("gated", dtype)(
-        both.data_ptr(), found.data_ptr(), None, CPU_ACTS.index("gelu"), 1, len(gates), len(both), len(gates)
-    )
+    sizes = 1, len(gates), len(both), len(gates)
+    cpu.function("gated", dtype)(both.data_ptr(), found.data_ptr(), None, CPU_ACTS.index("gelu"), *sizes)
     exact, plain = F.gelu(gates.double()), F.gelu(gates)
     ours, theirs = ((one - exact)[:-3].abs().max() for one in (found, plain))
     assert 0 < ours <= 2 * theirs < 0.02
@@ -109,29 +111,15 @@ def test_rotate_write(dtype, normed, width):
     bias = torch.randn(qkv.shape[2]).to(dtype)
     options = {"bias": bias, "norm": torch.randn(heads + kv_heads, width) if normed else None, "eps": 1e-6}
     for slots in (torch.tensor([[3, 1, 6]]), torch.tensor([[3, 1, 6], [0, 5, 4]])):
-        found, expected = (
-            (
-                torch.full((2, rows, kv_heads, 8, width), 9.0, dtype=dtype).permute(1, 3, 0, 2, 4),
-                torch.empty(rows, count, heads, width, dtype=dtype),
-            )
-            for _ in range(2)
-        )
-        rotate_write(qkv, table, positions, slots, *found, **options)
-        rotate_write_reference(qkv, table, positions, slots, *expected, **options)
-        for one, other in zip(found, expected, strict=True):
+        results = []
+        for function in (rotate_write, rotate_write_reference):
+            cache = torch.full((2, rows, kv_heads, 8, width), 9.0, dtype=dtype).permute(1, 3, 0, 2, 4)
+            q = torch.empty(rows, count, heads, width, dtype=dtype)
+            function(qkv, table, positions, slots, cache, q, **options)
+            results.append((cache, q))
+        for one, other in zip(*results, strict=True):
             close(one, other)
             assert torch.equal(one == 9.0, other == 9.0), "other slots"
-
-
-def random_tree(nodes, generator):
-    """Ancestor bitsets ``[1, N, W]``, depths ``[1, N]`` and each node's path."""
-    paths = [[0]]
-    for node in range(1, nodes):
-        parent = int(torch.randint(max(0, node - 6), node, (), generator=generator))
-        paths.append([*paths[parent], node])
-    words = [[sum(1 << at % 64 for at in path if at // 64 == w) for w in range(-(-nodes // 64))] for path in paths]
-    signed = [[word - (1 << 64) if word >> 63 else word for word in own] for own in words]
-    return torch.tensor([signed]), torch.tensor([[len(path) - 1 for path in paths]], dtype=torch.int32), paths
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,9 +127,9 @@ def random_tree(nodes, generator):
 @pytest.mark.parametrize(("window", "softcap"), [(0, None), (0, 3.0), (9, None)])
 def test_attention(dtype, heads, kv_heads, width, window, softcap):
     """Against the definition; and as plain decoding has it, where a node's path lies behind the prefix."""
-    generator, rows, nodes, lengths = torch.Generator().manual_seed(1), 2, 70, torch.tensor([131, 5])
-    ancestors, depth, paths = random_tree(nodes, generator)
-    ancestors, depth = ancestors.expand(rows, -1, -1), depth.expand(rows, -1)
+    rows, nodes, lengths = 2, 70, torch.tensor([131, 5])
+    parents = random_parents(nodes, 6, random.Random(1))
+    ancestors, depth = bitsets(parents).expand(rows, -1, -1), depths(parents).expand(rows, -1)
     q = torch.randn(rows, nodes, heads, width).to(dtype).transpose(1, 2)
     k, v = (2 * torch.randn(2, rows, kv_heads, 210, width)).to(dtype)
     settings = (nodes, width**-0.5, depth, depth, window, softcap)
@@ -150,21 +138,12 @@ def test_attention(dtype, heads, kv_heads, width, window, softcap):
     error, bound = (found.double() - exact.double()).abs().max(), torch.finfo(dtype).eps * exact.double().abs().max()
     assert error <= bound * (64 if dtype == torch.float32 else 1)
     for row, node in ((0, 0), (0, 69), (1, 37), (1, 69)):
-        length, path = int(lengths[row]), paths[node]
+        length, path = int(lengths[row]), walk(parents, node)[::-1]
         slots = torch.cat((torch.arange(length), length + torch.tensor(path)))
-        alone = tree_attention_cached(
-            q[row : row + 1, :, node : node + 1],
-            k[row : row + 1, :, slots],
-            v[row : row + 1, :, slots],
-            torch.tensor([length + len(path) - 1]),
-            torch.ones(1, 1, 1, dtype=torch.int64),
-            1,
-            width**-0.5,
-            depth.new_zeros(1, 1),
-            depth.new_zeros(1, 1),
-            window,
-            softcap,
-        )
+        its = slice(row, row + 1)
+        own = q[its, :, node : node + 1], k[its, :, slots], v[its, :, slots]
+        prefix, bit, none = torch.tensor([length + len(path) - 1]), torch.ones(1, 1, 1).long(), depth.new_zeros(1, 1)
+        alone = tree_attention_cached(*own, prefix, bit, 1, width**-0.5, none, none, window, softcap)
         assert torch.equal(alone[0, :, 0], found[row, :, node]), "bits depend on the slots or on other nodes"
 
 
@@ -203,12 +182,7 @@ def test_without_a_library(why, tmp_path):
         "from draftsmith.kernels.linear import linear\n"
         "with torch.no_grad(): assert linear(x, torch.ones(4, 3)).eq(3).all()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "CXX": "", "DRAFTSMITH_CACHE": str(tmp_path), **own},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "CXX": "", "DRAFTSMITH_CACHE": str(tmp_path), **own}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert not list(tmp_path.glob("*.so"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +33,9 @@ def test_they_are_there():
 @pytest.fixture(scope="module")
 def pytest_main() -> Iterator[Callable[..., str]]:
     """``pytest_main(*words)`` → the output of pytest under the interpreter; its last line is ``exit code N``."""
-    with subprocess.Popen(
-        [sys.executable, "-c", RUNNER],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", RUNNER], env=environment, **pipes) as process:
 
         def run(*words: object) -> str:
             assert process.stdin is not None and process.stdout is not None

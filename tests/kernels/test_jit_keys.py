@@ -73,17 +73,9 @@ def no_kernels_of_a_cpu(monkeypatch):
 @pytest.fixture
 def target(make_target):
     """A target whose layers are fused where kernels run."""
-    target = make_target(
-        "llama",
-        hidden_size=64,
-        intermediate_size=128,
-        head_dim=16,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        num_hidden_layers=1,
-        vocab_size=2048,
-        max_position_embeddings=1024,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 2048}
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 1}
+    target = make_target("llama", **sizes, **heads, max_position_embeddings=1024)
     target = Target(target.model.to(torch.bfloat16), None, "tiny", "")
     lean = lean_decoder(target)  # compared with the model, by plain PyTorch
     assert isinstance(lean, LeanDecoder)

@@ -90,6 +90,11 @@ def test_where_nothing_is_chosen():
         assert torch.equal(apply_linear(module, x), F.linear(x, module.weight, module.bias) + 1)
 
 
+@pytest.fixture
+def matrix():
+    return torch.randn(90, 1100).t()
+
+
 def on_gpu(monkeypatch, seconds):
     """``times``: of the forms that were timed, in order. A form that ``seconds`` lacks takes longer than "blas"."""
     times = []
@@ -120,8 +125,7 @@ def gpu_choice(rows, matrix, partial=False):
         return linears._choose_on_gpu(rows, matrix, partial)
 
 
-def test_the_fastest_form_of_few_rows_is_chosen_and_kept(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_the_fastest_form_of_few_rows_is_chosen_and_kept(monkeypatch, matrix):
     names = names_of(4, matrix)
     times = on_gpu(monkeypatch, {names[0]: 0.9, names[1]: 0.5, names[2]: 0.7})
     assert gpu_choice(3, matrix) == names[1] and sorted(times) == sorted(["blas", "blas", *names])
@@ -137,16 +141,15 @@ def test_the_fastest_form_of_few_rows_is_chosen_and_kept(monkeypatch):
     assert len(json.loads((cache_folder() / linears.FILE).read_text())[machine()]) == 5
 
 
-def test_a_form_that_gains_nothing_is_not_chosen(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_a_form_that_gains_nothing_is_not_chosen(monkeypatch, matrix):
     on_gpu(monkeypatch, {names_of(1, matrix)[0]: 0.99})
     assert gpu_choice(1, matrix) == "blas"
 
 
 @pytest.mark.parametrize("wrong", ["zeros", "one output", "nan", "fails", "an error of its own"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_form_is_never_chosen(monkeypatch, wrong, dtype):
-    matrix = torch.randn(90, 1100).t().to(dtype)
+def test_a_wrong_form_is_never_chosen(monkeypatch, matrix, wrong, dtype):
+    matrix = matrix.to(dtype)
     names = names_of(4, matrix)
     on_gpu(monkeypatch, {names[0]: 0.1, names[1]: 0.5})
 
@@ -167,25 +170,21 @@ def test_a_wrong_form_is_never_chosen(monkeypatch, wrong, dtype):
     assert gpu_choice(4, matrix) == names[1]
 
 
-def test_where_no_form_of_few_rows_is_measured(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_where_no_form_of_few_rows_is_measured(monkeypatch, matrix):
     names = names_of(4, matrix)
     times = on_gpu(monkeypatch, dict.fromkeys(names, 0.5))
     assert gpu_choice(65, matrix) == gpu_choice(4, matrix.contiguous()) == "blas"
     assert gpu_choice(4, torch.zeros(92, 1100).t()) == "blas", "nothing to compare"
     assert gpu_choice(4, torch.full((91, 1100), torch.nan).t()) == "blas"
-    with monkeypatch.context() as context:
-        context.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
-        assert gpu_choice(4, matrix) == "blas"
-    with monkeypatch.context() as context:
-        context.setattr(linears, "_GPU_LEAST", 90 * 1100 + 1)
-        assert gpu_choice(4, matrix) == "blas"
-    with monkeypatch.context() as context:
-        context.setattr(linears, "why_not_triton", lambda tensor: "no GPU")
-        assert gpu_choice(4, matrix) == "blas"
-    with monkeypatch.context() as context:
-        context.setattr(linears, "_measuring_is_forbidden", lambda matrix: True)
-        assert gpu_choice(4, matrix) == "blas", "a graph is being captured"
+    for module, name, value in (
+        (torch, "is_autocast_enabled", lambda device: device == "cuda"),
+        (linears, "_GPU_LEAST", 90 * 1100 + 1),
+        (linears, "why_not_triton", lambda tensor: "no GPU"),
+        (linears, "_measuring_is_forbidden", lambda matrix: True),  # a graph is being captured
+    ):
+        with monkeypatch.context() as context:
+            context.setattr(module, name, value)
+            assert gpu_choice(4, matrix) == "blas", name
     assert not times
     assert gpu_choice(4, matrix) == names[0] and times, "and measured afterwards"
     with monkeypatch.context() as context:
@@ -194,19 +193,17 @@ def test_where_no_form_of_few_rows_is_measured(monkeypatch):
         assert gpu_choice(4, matrix) == names[0], "what is known is used in a graph too"
 
 
-def test_too_little_memory_to_measure(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_too_little_memory_to_measure(monkeypatch, matrix):
     on_gpu(monkeypatch, {})
 
-    def timer(form, x, matrix, partial):
+    def timer(*_):
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(linears, "time_on_gpu", timer)
     assert gpu_choice(4, matrix) == "blas" and not (cache_folder() / linears.FILE).exists()
 
 
-def test_the_budget_of_measuring_on_a_gpu(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_the_budget_of_measuring_on_a_gpu(monkeypatch, matrix):
     names = names_of(4, matrix)
     times = on_gpu(monkeypatch, dict.fromkeys(names, 0.5))
     assert gpu_choice(4, matrix) == names[0] and 0 < linears._gpu_spent < 10
@@ -220,8 +217,7 @@ def test_the_budget_of_measuring_on_a_gpu(monkeypatch):
     "stored",
     ["onednn", "rows 64x128", "vector 8x1024 /1, 4 warps, 1 stages", "rows 32x32 /3, 4 warps, 3 stages", "", 7],
 )
-def test_a_stored_form_that_is_no_candidate_is_ignored(monkeypatch, stored):
-    matrix = torch.randn(90, 1100).t()
+def test_a_stored_form_that_is_no_candidate_is_ignored(monkeypatch, matrix, stored):
     on_gpu(monkeypatch, {names_of(4, matrix)[0]: 0.5})
     file = cache_folder() / linears.FILE
     file.parent.mkdir(parents=True)
@@ -231,8 +227,7 @@ def test_a_stored_form_that_is_no_candidate_is_ignored(monkeypatch, stored):
     assert json.loads(file.read_text())[machine()][key] == names_of(4, matrix)[0]
 
 
-def test_measuring_draws_from_nobody_elses_random_numbers(monkeypatch):
-    matrix = torch.randn(90, 1100).t()
+def test_measuring_draws_from_nobody_elses_random_numbers(monkeypatch, matrix):
     on_gpu(monkeypatch, {})
     before = torch.get_rng_state()
     gpu_choice(4, matrix)
@@ -267,20 +262,8 @@ def test_no_candidates(rows, dtype):
 def test_names_of_forms_are_strict():
     name = "rows 64x128 /2, 4 warps, 3 stages"
     assert parse_form(name) == FewRowsForm("rows", 64, 128, 2, 4, 3)
-    for wrong in (
-        "blas",
-        "",
-        name + " ",
-        name.upper(),
-        name.replace("64", "064"),
-        name.replace("64", "65"),
-        name.replace("/2", "/0"),
-        name.replace("4 w", "0 w"),
-        name.replace("3 s", "0 s"),
-        name.replace("rows", "lines"),
-        name.replace("2", "٢"),
-        name + "\n",
-    ):
+    changes = [("64", "064"), ("64", "65"), ("/2", "/0"), ("4 w", "0 w"), ("3 s", "0 s"), ("rows", "lines"), ("2", "٢")]
+    for wrong in ("blas", "", name + " ", name.upper(), name + "\n", *(name.replace(*change) for change in changes)):
         assert parse_form(wrong) is None, wrong
         if wrong != "blas":
             with pytest.raises(ValueError, match="a product's form"):

@@ -21,9 +21,8 @@ def test_floors_by_hand():
     assert device.bound(read) == ("bytes", 2e-3) and device.bound(multiply) == ("operations", 5e-3)
     assert device.floor([read, multiply]) == pytest.approx(7e-3 + 3 * BOUNDARY)
     found = goal(device, [read, multiply], {"bytes": 0.8, "operations": 0.5})
-    assert found.seconds == pytest.approx(2.5e-3 + 10e-3 + 3 * BOUNDARY) and found.floor == device.floor(
-        [read, multiply]
-    )
+    assert found.seconds == pytest.approx(2.5e-3 + 10e-3 + 3 * BOUNDARY)
+    assert found.floor == device.floor([read, multiply])
     for size, judged in ((1.1 * JUDGED, True), (0.9 * JUDGED, False)):
         assert goal(device, [Work(size * 4e12)], {"bytes": 0.5}).judged is judged
 
@@ -75,7 +74,6 @@ def test_what_was_out_of_reach(targets, monkeypatch):
         assert ratio == pytest.approx(least, abs=5e-3)
     attention = Work(2 * 2 * 8 * 1088 * 128 + 2 * 2 * 64 * 32 * 128, 4 * 64 * 32 * 1088 * 128, 1)  # L = 1,024, N = 64
     assert not goal(h200, [attention], gpu_judges.ATTENTION).judged, "60 % of the matrix rate were 2.4 µs"
-    assert not goal(h200, [Work(49152 // 5 * 576 * 2)], gpu_judges.SHORTLIST).judged, (
-        "80 % of the bandwidth were 3.3 µs"
-    )
+    small = Work(49152 // 5 * 576 * 2)
+    assert not goal(h200, [small], gpu_judges.SHORTLIST).judged, "80 % of the bandwidth were 3.3 µs"
     assert goal(h200, [Work(128256 // 5 * 4096 * 2)], gpu_judges.SHORTLIST).judged

@@ -49,25 +49,24 @@ def test_packing(seed):
         assert (int(count[text]), int(dropped[text])) == (len(expected), left_out)
 
 
-def packed(scores, sizes, clusters, capacity):
+@pytest.mark.parametrize(
+    ("scores", "sizes", "clusters", "capacity", "expected"),
+    [
+        # The first cluster that does not fit gives its first rows.
+        ([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 5, ([1, 2, 3, 4, 5], 5, 3)),
+        ([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 7, ([0, 1, 2, 3, 4, 5, 6], 7, 1)),
+        ([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 2, 7, ([1, 2, 3, 4, 5, 6, -1], 6, 0)),
+        # Also one larger than the capacity, if it is the best, and after the best.
+        ([0.0, 1.0, 0.5], [2, 9, 1], 3, 4, ([2, 3, 4, 5], 4, 8)),
+        ([0.0, 0.5, 1.0], [2, 9, 1], 3, 4, ([2, 3, 4, 11], 4, 8)),
+        # Equal scores go to the lower cluster.
+        ([0.5] * 40, [1] * 40, 3, 4, ([0, 1, 2, -1], 3, 0)),
+        ([0.5, 0.5, 0.7, 0.5], [1, 3, 1, 1], 3, 3, ([0, 1, 4], 3, 2)),
+    ],
+)
+def test_packing_by_hand(scores, sizes, clusters, capacity, expected):
     rows, count, dropped = pack_shortlist(torch.tensor([scores]), starts_of(sizes), clusters, capacity)
-    return rows[0].tolist(), int(count), int(dropped)
-
-
-def test_the_first_cluster_that_does_not_fit_gives_its_first_rows():
-    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 5) == ([1, 2, 3, 4, 5], 5, 3)
-    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 4, 7) == ([0, 1, 2, 3, 4, 5, 6], 7, 1)
-    assert packed([1.0, 3.0, 2.0, 0.0], [1, 2, 4, 1], 2, 7) == ([1, 2, 3, 4, 5, 6, -1], 6, 0)
-
-
-def test_a_cluster_larger_than_the_capacity():
-    assert packed([0.0, 1.0, 0.5], [2, 9, 1], 3, 4) == ([2, 3, 4, 5], 4, 8), "the best: its first rows"
-    assert packed([0.0, 0.5, 1.0], [2, 9, 1], 3, 4) == ([2, 3, 4, 11], 4, 8), "not the best: after the best"
-
-
-def test_equal_scores_go_to_the_lower_cluster():
-    assert packed([0.5] * 40, [1] * 40, 3, 4) == ([0, 1, 2, -1], 3, 0)
-    assert packed([0.5, 0.5, 0.7, 0.5], [1, 3, 1, 1], 3, 3) == ([0, 1, 4], 3, 2)
+    assert (rows[0].tolist(), int(count), int(dropped)) == expected
 
 
 def test_scores_that_are_not_finite_give_rows_of_the_head():
@@ -76,15 +75,17 @@ def test_scores_that_are_not_finite_give_rows_of_the_head():
     assert rows.tolist() == [[0, 1, 2], [0, 1, 2], [2, 3, 4]] and count.tolist() == [3, 3, 3]
 
 
-@pytest.mark.parametrize("clusters", [0, 6])
-def test_no_such_number_of_clusters(clusters):
-    with pytest.raises(ValueError, match=f"pack_shortlist: {clusters} clusters of 5; use 1 to 5"):
-        pack_shortlist(torch.zeros(1, 5), torch.arange(6), clusters, 3)
-
-
-def test_no_capacity():
-    with pytest.raises(ValueError, match="a capacity of 0 tokens; use at least 1"):
-        pack_shortlist(torch.zeros(1, 5), torch.arange(6), 1, 0)
+@pytest.mark.parametrize(
+    ("clusters", "capacity", "message"),
+    [
+        (0, 3, "0 clusters of 5; use 1 to 5"),
+        (6, 3, "6 clusters of 5; use 1"),
+        (1, 0, "a capacity of 0 tokens; use at le"),
+    ],
+)
+def test_shortlists_that_cannot_be(clusters, capacity, message):
+    with pytest.raises(ValueError, match=f"pack_shortlist: {message}"):
+        pack_shortlist(torch.zeros(1, 5), torch.arange(6), clusters, capacity)
 
 
 class Watch(TorchDispatchMode):
@@ -196,11 +197,8 @@ def test_products_keep_their_shape(monkeypatch):
 
     monkeypatch.setattr(shortlist_linear, "linear", linear)
     monkeypatch.setattr(shortlist_linear, "CHUNK_BYTES", 40 * 16 * 2)
-    weight, features, sizes = (
-        head(400, 16, torch.bfloat16),
-        head(2, 16, torch.bfloat16, 1)[None],
-        [7, 60, 33, 130, 90, 80],
-    )
+    weight, features = head(400, 16, torch.bfloat16), head(2, 16, torch.bfloat16, 1)[None]
+    sizes = [7, 60, 33, 130, 90, 80]
     for seed in range(8):
         scores = torch.rand(1, 6, generator=torch.Generator().manual_seed(seed))
         rows = pack_shortlist(scores, starts_of(sizes), 4, 230).rows
@@ -229,12 +227,10 @@ def test_topk(dtype):
             own = [float(logits[text, node, allowed.index(place)]) for place in places]
             assert own == values[text, node].tolist()
     exact, bound = product_bound(features, weight.t(), dtype)
-    of_shortlist = exact.gather(2, rows.clamp(min=0)[:, None].expand(-1, 3, -1)).masked_fill(
-        (rows < 0)[:, None], -torch.inf
-    )
-    assert_within(values, of_shortlist.topk(8).values, bound.amax(2, keepdim=True))
-    reference = shortlist_topk_reference(features, weight, rows, ids, 8)[0]
-    assert_within(reference, of_shortlist.topk(8).values, bound.amax(2, keepdim=True))
+    of_shortlist = exact.gather(2, rows.clamp(min=0)[:, None].expand(-1, 3, -1))
+    best = of_shortlist.masked_fill((rows < 0)[:, None], -torch.inf).topk(8).values
+    for found in (values, shortlist_topk_reference(features, weight, rows, ids, 8)[0]):
+        assert_within(found, best, bound.amax(2, keepdim=True))
     full = features.float() @ weight.float().t()
     assert float((full.topk(8).values - values).abs().max()) > 0.3, "some of the head's best tokens are outside"
 

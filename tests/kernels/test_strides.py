@@ -41,9 +41,11 @@ def filled(shape: tuple[int, ...], write: Callable[[Tensor], object]) -> Tensor:
 
 def case_add_norm() -> Case:
     x, weight = normal(3, 24), normal(24)
-    return {"y": normal(2, 3, 24)}, lambda i: filled(
-        (3, 24), lambda out: add_norm(x.clone(), i["y"], weight, 1e-6, out)
-    )
+
+    def run(i: Inputs) -> object:
+        return filled((3, 24), lambda out: add_norm(x.clone(), i["y"], weight, 1e-6, out))
+
+    return {"y": normal(2, 3, 24)}, run
 
 
 def case_gated() -> Case:
@@ -58,10 +60,7 @@ def case_few_rows_product() -> Case:
 
 def case_head_topk() -> Case:
     weight = normal(70, 24)
-    return {"features": normal(3, 24)}, lambda i: (
-        head_topk(i["features"], weight, 4),
-        head_argmax(i["features"], weight),
-    )
+    return {"x": normal(3, 24)}, lambda i: (head_topk(i["x"], weight, 4), head_argmax(i["x"], weight))
 
 
 def case_res_block() -> Case:
@@ -74,9 +73,8 @@ def case_shortlist() -> Case:
     rows = torch.tensor([[1, 5, 9, 30, 69, -1, -1, -1], [0, 2, 4, 6, 8, 10, 12, 14]], device=DEVICE)
 
     def run(i: Inputs) -> object:
-        return shortlist_logits(i["features"], weight, i["rows"]), shortlist_topk(
-            i["features"], weight, i["rows"], i["ids"], 3
-        )
+        parts = i["features"], weight, i["rows"]
+        return shortlist_logits(*parts), shortlist_topk(*parts, i["ids"], 3)
 
     return {"features": normal(2, 3, 24), "rows": rows, "ids": ids}, run
 
@@ -89,9 +87,11 @@ def case_pair_input() -> Case:
         "lengths": torch.tensor([4, 9], device=DEVICE),
         "depth": torch.tensor([[0, 1, 1], [0, 1, 2]], dtype=torch.int32, device=DEVICE),
     }
-    return inputs, lambda i: pair_input(
-        i["tokens"], embedding, i["hidden"], None, None, i["lengths"], i["depth"], 1, 60
-    )
+
+    def run(i: Inputs) -> object:
+        return pair_input(i["tokens"], embedding, i["hidden"], None, None, i["lengths"], i["depth"], 1, 60)
+
+    return inputs, run
 
 
 def case_rotate_write() -> Case:
@@ -113,16 +113,14 @@ def case_rotate_write() -> Case:
 def case_tree_attention() -> Case:
     k, v, ancestors = normal(2, 1, 40, 16), normal(2, 1, 40, 16), causal_ancestors(3, DEVICE).repeat(2, 1, 1)
     depth = torch.arange(3, device=DEVICE).repeat(2, 1)
-    inputs = {
-        "q": normal(2, 2, 3, 16),
-        "lengths": torch.tensor([30, 7], device=DEVICE),
-        "ancestors": ancestors,
-        "depth": depth,
-        "key_depth": depth.clone(),
-    }
-    return inputs, lambda i: tree_attention_cached(
-        i["q"], k, v, i["lengths"], i["ancestors"], 3, 0.25, i["depth"], i["key_depth"], window=8
-    )
+    inputs = {"q": normal(2, 2, 3, 16), "lengths": torch.tensor([30, 7], device=DEVICE), "ancestors": ancestors}
+    inputs |= {"depth": depth, "key_depth": depth.clone()}
+
+    def run(i: Inputs) -> object:
+        depths = i["depth"], i["key_depth"]
+        return tree_attention_cached(i["q"], k, v, i["lengths"], i["ancestors"], 3, 0.25, *depths, window=8)
+
+    return inputs, run
 
 
 def case_commit() -> Case:
@@ -169,17 +167,8 @@ def case_advance() -> Case:
     }
 
     def run(i: Inputs) -> object:
-        lengths, root = torch.tensor([[7, 8], [1, 2]], device=DEVICE)
-        advance(
-            lengths,
-            root,
-            feature := torch.zeros(2, 8, device=DEVICE),
-            i["features"],
-            i["node"],
-            i["bonus"],
-            i["length"],
-            i["active"],
-        )
+        (lengths, root), feature = torch.tensor([[7, 8], [1, 2]], device=DEVICE), torch.zeros(2, 8, device=DEVICE)
+        advance(lengths, root, feature, *i.values())
         return lengths, root, feature
 
     return inputs, run
@@ -199,9 +188,11 @@ def sampled() -> Inputs:
 
 
 def case_distribution_scalars() -> Case:
-    return sampled(), lambda i: distribution_scalars(
-        i["logits"], i["temperature"], i["top_k"], i["top_p"], i["min_p"], (True, True, False), i["tokens"], i["child"]
-    )
+    def run(i: Inputs) -> object:
+        *parameters, tokens, child = i.values()
+        return distribution_scalars(*parameters, (True, True, False), tokens, child)
+
+    return sampled(), run
 
 
 def case_verify_logits() -> Case:
@@ -211,23 +202,12 @@ def case_verify_logits() -> Case:
         "uniforms": normal(2, 3, 2).sigmoid(),
         "bonus_uniform": torch.tensor([0.3, 0.8], device=DEVICE),
     }
-    return inputs, lambda i: verify_logits(
-        i["logits"],
-        i["temperature"],
-        i["top_k"],
-        i["top_p"],
-        i["min_p"],
-        i["tokens"],
-        i["child"],
-        i["kind"],
-        i["q_row"],
-        None,
-        i["uniforms"],
-        i["bonus_uniform"],
-        1,
-        None,
-        (False, True, False),
-    )
+
+    def run(i: Inputs) -> object:
+        *draws, uniforms, bonus_uniform = i.values()
+        return verify_logits(*draws, None, uniforms, bonus_uniform, 1, None, (False, True, False))
+
+    return inputs, run
 
 
 def transposed(tensor: Tensor) -> Tensor:
@@ -260,11 +240,13 @@ def flat(value: object) -> list[Tensor]:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_strides_do_not_matter(case: str, form: Callable[[Tensor], Tensor]) -> None:
-    """All inputs at a time, but for expanded ones, whose values change too; node numbers have to be a tree's."""
+    """All inputs at a time, but for expanded ones, whose values change too; node numbers have to be a tree's. One
+    position for all nodes is what an engine may give."""
     inputs, run = CASES[case]()
     if case == "distribution_scalars" and why_not_triton(inputs["logits"]):
         pytest.skip("on Triton alone")
-    strided = {name: form(given) for name, given in inputs.items() if form is not expanded or given.is_floating_point()}
+    kept = {n: x for n, x in inputs.items() if form is not expanded or x.is_floating_point() or n == "positions"}
+    strided = {name: form(given) for name, given in kept.items()}
     dense = {name: each.clone(memory_format=torch.contiguous_format) for name, each in strided.items()}
     for name, each in strided.items():
         assert form is transposed or each.shape[-1] == 1 or each.stride() != dense[name].stride()

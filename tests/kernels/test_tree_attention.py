@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from bounds import assert_within, attention_bound
+from cases import depths, random_parents, walk
 
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import tree_attention as tree_attention_module
@@ -25,20 +26,6 @@ from draftsmith.kernels.tree_attention import (
 NODES = (1, 2, 32, 33, 64, 65, 128, 130)
 
 
-def random_parents(nodes: int, seed: int, *, deep: bool) -> list[int]:
-    """Parents first; deep trees have long paths, so that the bits of one node lie in several words."""
-    rng = random.Random(seed)
-    return [-1] + [rng.randrange(max(0, node - 3) if deep else 0, node) for node in range(1, nodes)]
-
-
-def walk(parent: list[int], node: int) -> list[int]:
-    """A node and its ancestors, the root last."""
-    path = [node]
-    while parent[path[-1]] >= 0:
-        path.append(parent[path[-1]])
-    return path
-
-
 def brute_mask(parent: list[int]) -> torch.Tensor:
     mask = torch.zeros(len(parent), len(parent), dtype=torch.bool)
     for node in range(len(parent)):
@@ -46,14 +33,10 @@ def brute_mask(parent: list[int]) -> torch.Tensor:
     return mask
 
 
-def depths(parent: list[int]) -> list[int]:
-    return [len(walk(parent, node)) - 1 for node in range(len(parent))]
-
-
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("nodes", NODES)
 def test_ancestor_mask(nodes, deep):
-    trees = [random_parents(nodes, seed, deep=deep) for seed in range(3)]
+    trees = [random_parents(nodes, 3 if deep else nodes, random.Random(seed)) for seed in range(3)]
     sets = torch.stack([bitsets(parent) for parent in trees])
     assert sets.shape == (3, nodes, -(-nodes // 64)) and sets.dtype == torch.int64
     expected = torch.stack([brute_mask(parent) for parent in trees])
@@ -71,8 +54,8 @@ def test_ancestor_mask_of_a_chain():
 def test_tree_bias(nodes, window):
     """Ragged lengths, an empty prefix, more slots than are in use."""
     lengths = [0, 4, 11, 6]
-    trees = [random_parents(nodes, seed, deep=seed % 2 == 0) for seed in range(4)]
-    depth = torch.tensor([depths(parent) for parent in trees], dtype=torch.int32)
+    trees = [random_parents(nodes, nodes if seed % 2 else 3, random.Random(seed)) for seed in range(4)]
+    depth = torch.stack([depths(parent) for parent in trees])
     mask = torch.stack([brute_mask(parent) for parent in trees])
     slots = max(lengths) + nodes + 2
     expected = torch.full((4, 1, nodes, slots), float("-inf"))
@@ -113,8 +96,8 @@ def test_attention(attention, kv_heads, groups, nodes, lengths, width, masked, s
     rows, slots = len(lengths), max(lengths) + nodes
     q = 3 * torch.randn(rows, kv_heads * groups, nodes, width)
     k, v = torch.randn(2, rows, kv_heads, slots, width)
-    parent = random_parents(nodes, 0, deep=True)
-    mask, depth = brute_mask(parent).expand(rows, -1, -1), torch.tensor(depths(parent)).expand(rows, -1)
+    parent = random_parents(nodes, 3, random.Random(0))
+    mask, depth = brute_mask(parent).expand(rows, -1, -1), depths(parent).expand(rows, -1)
     bias = tree_bias(torch.tensor(lengths), mask, depth, slots, 0, torch.float32) if masked else None
     scale = width**-0.5
     out = attention(q, k, v, bias, scale, softcap)

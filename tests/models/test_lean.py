@@ -66,6 +66,11 @@ class Exact(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def texts(target: Target, count: int, **options) -> list[list[int]]:
+    results = SpeculativeDecoder(target, **options).generate(PROMPTS, count, stop_ids=frozenset())
+    return [result.tokens for result in results]
+
+
 def in_dtype(target: Target, dtype: torch.dtype) -> Target:
     return Target(copy.deepcopy(target.model).to(dtype), None, target.name, "")
 
@@ -88,16 +93,12 @@ def run(target: Target, lean: bool, parents: list[list[int]], path: str) -> torc
         ancestors = torch.stack([bitsets(parent) for parent in parents])
         mask = ancestor_mask(ancestors, nodes)
         seen = cache.capacity
-        tree, _ = runner.forward(
-            torch.arange(rows * nodes).view(rows, nodes) * 7 % 61,
-            lengths[:, None] + depth,
-            lengths[:, None] + torch.arange(nodes),
-            seen,
-            biases={w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}
-            if path == "biases"
-            else None,
-            tree_keys=TreeKeys(lengths, ancestors, depth, depth) if path == "tree_keys" else None,
-        )
+        given = {"tree_keys": TreeKeys(lengths, ancestors, depth, depth)}
+        if path == "biases":
+            given = {"biases": {w: tree_bias(lengths, mask, depth, seen, w, target.dtype) for w in runner.windows}}
+        tokens = torch.arange(rows * nodes).view(rows, nodes) * 7 % 61
+        slots = lengths[:, None] + torch.arange(nodes)
+        tree, _ = runner.forward(tokens, lengths[:, None] + depth, slots, seen, **given)
     return torch.cat([prompt, tree], 1).double()
 
 
@@ -163,9 +164,8 @@ def test_captured_layers(make):
     cache.seen = 11
     with torch.no_grad():
         bias = {0: causal_bias(0, 11, 0, torch.float32, target.device)}
-        hidden, layers = lean.forward(
-            tokens, places, places, cache.views(), lean.tables(11), biases=bias, captures=(1, 0)
-        )
+        where = places, places, cache.views(), lean.tables(11)
+        hidden, layers = lean.forward(tokens, *where, biases=bias, captures=(1, 0))
         want = target.decoder(tokens, output_hidden_states=True)
     assert lean_decoder(target) is lean, "transformers' own hooks, which it leaves behind, change nothing"
     for found, its in ((layers[0], want.hidden_states[1]), (layers[1], want.hidden_states[0]), (hidden, want[0])):
@@ -180,55 +180,48 @@ def test_weights_are_held_once_and_the_model_still_works(make, tmp_path, name):
     lean = lean_decoder(target)
     inside = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in target.model.parameters()}
     assert sum(inside.values()) == sum(weight.nbytes for weight in before.values())
-    assert {w.untyped_storage().data_ptr() for one in lean.layers for w in (one.qkv, one.gate_up, one.out)} <= set(
-        inside
-    )
+    used = {w.untyped_storage().data_ptr() for one in lean.layers for w in (one.qkv, one.gate_up, one.out)}
+    assert used <= set(inside)
     after = target.model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     # The same numbers in another order in memory: some machines' products add them in another order then.
-    torch.testing.assert_close(
-        target.hidden(torch.tensor([PROMPTS[0]])), hidden, rtol=0, atol=1e-4 * float(hidden.abs().max())
-    )
+    again, atol = target.hidden(torch.tensor([PROMPTS[0]])), 1e-4 * float(hidden.abs().max())
+    torch.testing.assert_close(again, hidden, rtol=0, atol=atol)
     target.model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in before.items())
 
 
-def test_exchanged_weights_are_noticed(make):
-    """A decoder that was made before is not used for other weights."""
-    target, other = make("llama"), make("llama, linear scaling")
-    decoder = SpeculativeDecoder(target)
+def exchanged(target):
+    """With a decoder that was made before, and is not used for other weights."""
+    target.model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.ones(32, 48), requires_grad=False)
+
+
+def written_in_place(target):
+    """A norm's copy of its weights would be the old one."""
+    target.model.model.norm.weight.copy_(3 * torch.randn(32))
+
+
+@pytest.mark.parametrize(("family", "change"), [("llama", exchanged), ("gemma", written_in_place)])
+def test_other_weights_are_noticed(make, family, change):
+    target = make(family)
+    decoder = SpeculativeDecoder(target, lean=True)
     first = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
     lean = lean_decoder(target)
     assert lean_decoder(target) is lean
     torch.manual_seed(5)
-    for one in (target, other):
-        one.model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.ones(32, 48), requires_grad=False)
+    change(target)
     second = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
-    plain = SpeculativeDecoder(target, lean=False).generate(PROMPTS, 8, stop_ids=frozenset())
-    assert lean_decoder(target) is not lean
-    assert [r.tokens for r in second] == [r.tokens for r in plain] != [r.tokens for r in first]
+    assert change is written_in_place or lean_decoder(target) is not lean
+    assert [r.tokens for r in second] == texts(target, 8, lean=False) != [r.tokens for r in first]
 
 
 def test_a_short_context(make_target):
     """The model is tried on no more tokens than it was made for."""
     target = make_target("llama", max_position_embeddings=7)
-    results = [
-        SpeculativeDecoder(target, lean=lean).generate([[5, 6]], 9, stop_ids=frozenset()) for lean in (True, False)
-    ]
-    assert results[0] == results[1] and results[0][0].finish_reason == "context"
-
-
-def test_weights_written_in_place_are_noticed(make):
-    """A norm's copy of its weights would be the old one."""
-    target = make("gemma")
-    decoder = SpeculativeDecoder(target, lean=True)
-    first = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
-    torch.manual_seed(5)
-    target.model.model.norm.weight.copy_(3 * torch.randn(32))
-    second = decoder.generate(PROMPTS, 8, stop_ids=frozenset())
-    plain = SpeculativeDecoder(target, lean=False).generate(PROMPTS, 8, stop_ids=frozenset())
-    assert [r.tokens for r in second] == [r.tokens for r in plain] != [r.tokens for r in first]
+    decoders = (SpeculativeDecoder(target, lean=lean) for lean in (True, False))
+    ours, plain = (decoder.generate([[5, 6]], 9, stop_ids=frozenset()) for decoder in decoders)
+    assert ours == plain and ours[0].finish_reason == "context"
 
 
 def wider_norm(target):
@@ -255,21 +248,13 @@ def training(target):
 
 def other_arguments(target):
     """A model's own code that hands on only what it knows."""
-    before = target.decoder.forward
-
-    name = cache_argument(target.decoder)
+    before, name = target.decoder.forward, cache_argument(target.decoder)
 
     def forward(
         input_ids, position_ids=None, cache=None, past_key_values=None, use_cache=None, biases=None, tree_keys=None
     ):
-        return before(
-            input_ids,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            biases=biases,
-            tree_keys=tree_keys,
-            **{name: cache or past_key_values},
-        )
+        known = {"use_cache": use_cache, "biases": biases, "tree_keys": tree_keys, name: cache or past_key_values}
+        return before(input_ids, position_ids=position_ids, **known)
 
     target.decoder.forward = forward
 
@@ -308,7 +293,7 @@ REFUSED = {
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
 def test_what_is_not_lean_says_why(make_target, change):
     target = make_target("llama")
-    truth = SpeculativeDecoder(target).generate(PROMPTS, 4, stop_ids=frozenset())
+    truth = texts(target, 4)
     change(target)
     reason = lean_decoder(target)
     assert isinstance(reason, str) and REFUSED[change] in reason
@@ -318,7 +303,7 @@ def test_what_is_not_lean_says_why(make_target, change):
     results = decoder.generate(PROMPTS, 4, stop_ids=frozenset())
     assert decoder.execution == f"eager, transformers decoder ({reason})"
     if change not in (wider_norm, other_residual, hook):  # a new adapter changes nothing
-        assert [r.tokens for r in results] == [r.tokens for r in truth]
+        assert [r.tokens for r in results] == truth
 
 
 OTHERS = {"gpt2": "has no embed_tokens", "opt": "has no rotary_emb", "phi": "has no norm", "cohere": "is no RMSNorm"}
@@ -331,18 +316,9 @@ def test_other_families_say_why(make_target, family):
 
 def test_a_layer_without_rotary_embedding_is_found_out():
     """SmolLM3 has none in every fourth layer, which its modules do not tell in a way we read."""
-    config = AutoConfig.for_model(
-        "smollm3",
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model("smollm3", **sizes, num_attention_heads=4, num_key_value_heads=2, **ids)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for weight in model.parameters():

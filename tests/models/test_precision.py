@@ -56,14 +56,9 @@ def test_a_cpu(cpu, instructions, environment, has):
     cpu(*instructions, **environment)
     assert (not lacking("bfloat16", "cpu")) == has
     assert choose_autocast("auto", "cpu").value == ("bfloat16" if has else "none")
-    for stored, weights in (
-        ("bfloat16", 200 << 20),
-        ("bfloat16", 8 << 20),
-        ("float32", 200 << 20),
-        ("float16", 1 << 40),
-    ):
-        half = has and stored == "bfloat16" and weights > 100 << 20
-        found = choose_dtype("auto", "cpu", lambda: stored, weights=weights)  # noqa: B023
+    for stored, size in (("bfloat16", 200), ("bfloat16", 8), ("float32", 200), ("float16", 1 << 20)):  # MiB
+        half = has and stored == "bfloat16" and size > 100
+        found = choose_dtype("auto", "cpu", lambda: stored, weights=size << 20)  # noqa: B023
         assert found.value == ("bfloat16" if half else "float32")
     assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == "float32", "training"
     for name, value in environment.items():
@@ -75,12 +70,9 @@ def test_this_cpu_by_linux_and_by_torch():
     known = getattr(torch.cpu, "get_capabilities", dict)()
     if "avx512_bf16" not in known or not Path("/proc/cpuinfo").exists():
         pytest.skip("one of the two is not here")
+    listed = Path("/proc/cpuinfo").read_text().split()
     for name in ("avx2", "avx512_bf16", "amx_bf16"):
-        assert (
-            (name in Path("/proc/cpuinfo").read_text().split())
-            == known[name]
-            == (name in precision._cpu_instructions())
-        )
+        assert (name in listed) == known[name] == (name in precision._cpu_instructions())
 
 
 @pytest.mark.parametrize(
@@ -184,14 +176,8 @@ def trained_in(folder):
 
 def test_a_command_where_bfloat16_is_hidden(recipe, tmp_path):
     """The real command; what it hides from the probe it hides from PyTorch and its libraries."""
-    done = subprocess.run(
-        [sys.executable, "train/medusa.py", recipe],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **HIDING},
-        check=False,
-    )
+    words, environment = [sys.executable, "train/medusa.py", recipe], {**os.environ, **HIDING}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(("precision", "warning"))]
     assert line.startswith("precision: float32 weights, no autocast (")
@@ -199,25 +185,36 @@ def test_a_command_where_bfloat16_is_hidden(recipe, tmp_path):
     assert trained_in(tmp_path / "run") == ("float32", "none")
 
 
-def test_a_resumed_run_keeps_what_it_began_with(recipe, tmp_path, run_main, cpu):
+@pytest.fixture
+def succeed(run_main):
+    """``succeed(module.main, *arguments)`` → stdout of a command that ends well and says nothing on stderr."""
+
+    def run(*words):
+        code, out, err = run_main(*words)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+def test_a_resumed_run_keeps_what_it_began_with(recipe, tmp_path, succeed, cpu):
     cpu("avx512_bf16")
-    code, out, err = run_main(medusa.main, recipe)
-    assert (code, err) == (0, "") and ", bfloat16 autocast (in hardware here)\n" in out
+    assert ", bfloat16 autocast (in hardware here)\n" in succeed(medusa.main, recipe)
     assert trained_in(tmp_path / "run") == ("float32", "bfloat16")
     cpu("avx2")  # another machine
-    code, out, err = run_main(medusa.main, recipe, "--resume", "stages.0.steps=3")
-    assert (code, err) == (0, "") and "resuming medusa-1 at step 2 of 3" in out
+    out = succeed(medusa.main, recipe, "--resume", "stages.0.steps=3")
+    assert "resuming medusa-1 at step 2 of 3" in out
     assert "precision: float32 weights, bfloat16 autocast (as this run began)\n" in out
     assert out.count("warning: ") == 1 and "warning: bfloat16 autocast can be many times slower" in out
     assert trained_in(tmp_path / "run") == ("float32", "bfloat16")
-    code, out, err = run_main(medusa.main, recipe, "--resume", "stages.0.steps=4", "precision.autocast=none")
-    assert (code, err) == (0, "") and "no autocast (as requested)\n" in out and "warning" not in out
+    out = succeed(medusa.main, recipe, "--resume", "stages.0.steps=4", "precision.autocast=none")
+    assert "no autocast (as requested)\n" in out and "warning" not in out
     assert trained_in(tmp_path / "run") == ("float32", "none"), "obeyed"
-    code, out, err = run_main(medusa.main, recipe, "--restart")
+    out = succeed(medusa.main, recipe, "--restart")
     assert "precision: float32 weights, no autocast (this CPU has no bfloat16 instructions)\n" in out
 
 
-def test_a_distillation_goes_on_in_the_dtype_it_began_with(tiny_lm, tmp_path, run_main, cpu):
+def test_a_distillation_goes_on_in_the_dtype_it_began_with(tiny_lm, tmp_path, succeed, cpu):
     cpu("avx512_bf16")
     (tmp_path / "seeds.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(3)))
     content = {
@@ -229,14 +226,11 @@ def test_a_distillation_goes_on_in_the_dtype_it_began_with(tiny_lm, tmp_path, ru
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
-    code, out, err = run_main(distill.main, path, "target.dtype=bfloat16")
-    assert (code, err) == (0, "") and "precision: bfloat16 weights (as requested)\n" in out
-    code, out, err = run_main(distill.main, path)
-    assert (code, err) == (0, "") and "precision: bfloat16 weights (as this run began)\n" in out
+    assert "precision: bfloat16 weights (as requested)\n" in succeed(distill.main, path, "target.dtype=bfloat16")
+    assert "precision: bfloat16 weights (as this run began)\n" in succeed(distill.main, path)
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["decides"]["target.dtype"] == "bfloat16"
-    code, out, err = run_main(distill.main, path, "--restart")
-    assert (code, err) == (0, "") and "precision: float32 weights (" in out
+    assert "precision: float32 weights (" in succeed(distill.main, path, "--restart")
 
 
 def test_one_line_of_a_decoding_command_and_one_warning(tiny_lm, tmp_path, run_main, cpu):

@@ -19,18 +19,8 @@ SPEC.loader.exec_module(published)
 
 def random_heads(projection, **fields):
     torch.manual_seed(0)
-    heads = MedusaHeads(
-        MedusaConfig(
-            **{
-                "num_draft_heads": 3,
-                "num_layers": 2,
-                "hidden_size": 32,
-                "vocab_size": 61,
-                "projection": projection,
-                **fields,
-            }
-        )
-    )
+    sizes = {"num_draft_heads": 3, "num_layers": 2, "hidden_size": 32, "vocab_size": 61}
+    heads = MedusaHeads(MedusaConfig(**{**sizes, "projection": projection, **fields}))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.requires_grad_(False)

@@ -11,9 +11,8 @@ from draftsmith.models.shortlist import DEPTHS, Router, ShortlistConfig, Shortli
 
 WHERE = "runs/short"
 FIXED = ShortlistConfig("fr_spec", 12, (5, 5, 2))
-ROUTED = ShortlistConfig(
-    "dynaspec", 12, (9, 9, 4), clusters=(3, 3, 1), num_clusters=5, router_width=7, embedding_size=6, feature_size=4
-)
+SIZES = {"num_clusters": 5, "router_width": 7, "embedding_size": 6, "feature_size": 4}
+ROUTED = ShortlistConfig("dynaspec", 12, (9, 9, 4), clusters=(3, 3, 1), **SIZES)
 STARTS = [0, 2, 3, 7, 9, 12]
 KINDS = {
     "fr_spec": FIXED,
@@ -160,12 +159,12 @@ def test_from_artifact(kind):
     assert not any(parameter.requires_grad for parameter in head.parameters())
 
 
-def order(*rows):
-    return lambda config, weights: weights.update(order=torch.tensor(rows))
+def tensor(**values):
+    return lambda config, weights: weights.update({name: torch.tensor(rows) for name, rows in values.items()})
 
 
-def starts(*rows):
-    return lambda config, weights: weights.update(starts=torch.tensor(rows))
+def field(**fields):
+    return lambda config, weights: config.update(fields)
 
 
 def without(name):
@@ -181,28 +180,22 @@ CONFIG, WEIGHTS = f"^{WHERE}/config.json: ", f"^{WHERE}/model.safetensors: "
         (without("shortlist"), f"{CONFIG}field 'shortlist' is missing$"),
         (without("capacity"), f"{CONFIG}field 'capacity' is missing$"),
         (without("num_clusters"), f"{CONFIG}field 'num_clusters' is 0"),
-        (lambda config, weights: config.update(capacity=5), f"{CONFIG}field 'capacity' is 5; it has to be a list"),
-        (lambda config, weights: config.update(capacity=None), f"{CONFIG}field 'capacity' is None; it has to be"),
-        (lambda config, weights: config.update(clusters=3), f"{CONFIG}field 'clusters' is 3; it has to be a list"),
-        (lambda config, weights: config.update(shortlist=["fr_spec"]), rf"{CONFIG}field 'shortlist' is \['fr_spec'\]"),
-        (lambda config, weights: config.update(outputs=13), rf"{WEIGHTS}'order' is \(12,\) instead of \(13,\)"),
-        (
-            lambda config, weights: config.update(num_clusters=6),
-            rf"{WEIGHTS}'router.clusters.bias' is \(5,\) instead of \(6,\)",
-        ),
+        (field(capacity=5), f"{CONFIG}field 'capacity' is 5; it has to be a list"),
+        (field(capacity=None), f"{CONFIG}field 'capacity' is None; it has to be"),
+        (field(clusters=3), f"{CONFIG}field 'clusters' is 3; it has to be a list"),
+        (field(shortlist=["fr_spec"]), rf"{CONFIG}field 'shortlist' is \['fr_spec'\]"),
+        (field(outputs=13), rf"{WEIGHTS}'order' is \(12,\) instead of \(13,\)"),
+        (field(num_clusters=6), rf"{WEIGHTS}'router.clusters.bias' is \(5,\) instead of \(6,\)"),
         (without("starts"), rf"{WEIGHTS}'starts' is missing instead of \(6,\)"),
         (without("router.inputs.weight"), rf"{WEIGHTS}'router.inputs.weight' is missing instead of \(7, 10\)"),
-        (
-            lambda config, weights: weights.update(extra=torch.ones(2)),
-            rf"{WEIGHTS}'extra' is \(2,\) instead of absent, as config.json promises; fetch or train",
-        ),
-        (order(*range(11), 0), f"{WEIGHTS}'order' does not hold each row of the LM head once; fetch or train"),
-        (order(*range(1, 13)), f"{WEIGHTS}'order' does not hold each row"),
-        (order(*range(11), -1), f"{WEIGHTS}'order' does not hold each row"),
-        (starts(0, 2, 3, 7, 9, 11), f"{WEIGHTS}'starts' does not ascend from 0 to 12; fetch or train"),
-        (starts(1, 2, 3, 7, 9, 12), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
-        (starts(0, 2, 2, 7, 9, 12), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
-        (starts(0, 3, 2, 7, 9, 12), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
+        (tensor(extra=[1.0, 1.0]), rf"{WEIGHTS}'extra' is \(2,\) instead of absent, as config.json promises; fetch or"),
+        (tensor(order=[*range(11), 0]), f"{WEIGHTS}'order' does not hold each row of the LM head once; fetch or train"),
+        (tensor(order=[*range(1, 13)]), f"{WEIGHTS}'order' does not hold each row"),
+        (tensor(order=[*range(11), -1]), f"{WEIGHTS}'order' does not hold each row"),
+        (tensor(starts=[0, 2, 3, 7, 9, 11]), f"{WEIGHTS}'starts' does not ascend from 0 to 12; fetch or train"),
+        (tensor(starts=[1, 2, 3, 7, 9, 12]), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
+        (tensor(starts=[0, 2, 2, 7, 9, 12]), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
+        (tensor(starts=[0, 3, 2, 7, 9, 12]), f"{WEIGHTS}'starts' does not ascend from 0 to 12"),
     ],
 )
 def test_artifacts_that_are_refused(damage, message):

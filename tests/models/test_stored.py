@@ -10,8 +10,8 @@ import huggingface_hub.constants
 import pytest
 import sentencepiece
 import torch
+from miniatures import LLAMA_PIECES
 from safetensors.torch import load_file, save_file
-from server import TOKEN, Hub
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.models import stored
@@ -21,33 +21,20 @@ from draftsmith.models.tokenizer import load_tokenizer
 
 PIECES = 400
 INDEX = "pytorch_model.bin.index.json"
+SAFE_SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 SHARDS = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
 # What Vicuna's repository says besides its weights.
 _SPECIAL = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+TOKENS = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 VICUNA = {
-    "generation_config.json": {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_length": 4096,
-        "pad_token_id": 0,
-        "temperature": 0.9,
-        "top_p": 0.6,
-    },
+    "generation_config.json": {**IDS, "max_length": 4096, "temperature": 0.9, "top_p": 0.6},
     "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "unk_token": "<unk>"},
     "tokenizer_config.json": {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "legacy": False,
-        "model_max_length": 4096,
-        "pad_token": None,
-        "padding_side": "right",
-        "sp_model_kwargs": {},
-        "tokenizer_class": "LlamaTokenizer",
+        **{"add_bos_token": True, "add_eos_token": False, "legacy": False, "model_max_length": 4096, "pad_token": None},
+        **{"padding_side": "right", "sp_model_kwargs": {}, "tokenizer_class": "LlamaTokenizer"},
+        **{f"{n}_token": {"__type": "AddedToken", "content": token, **_SPECIAL} for n, token in TOKENS.items()},
         "clean_up_tokenization_spaces": False,
-        **{
-            f"{name}_token": {"__type": "AddedToken", "content": content, **_SPECIAL}
-            for name, content in {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}.items()
-        },
     },
 }
 
@@ -57,22 +44,8 @@ def pieces(tmp_path_factory):
     """A sentencepiece model as Llama's: BPE with bytes, made from the licence's text."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     text = Path(__file__).parents[2] / "LICENSE"
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(text),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=PIECES,
-        model_type="bpe",
-        minloglevel=2,
-        byte_fallback=True,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=-1,
-    )
+    prefix = str(folder / "tokenizer")
+    sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=prefix, vocab_size=PIECES, **LLAMA_PIECES)
     return folder / "tokenizer.model"
 
 
@@ -81,15 +54,8 @@ def whole(pieces, tmp_path_factory):
     """A target in one safetensors file, with Vicuna's other files."""
     folder = tmp_path_factory.mktemp("models") / "whole"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=PIECES,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-        max_position_embeddings=128,
-    )
+    sizes = {"vocab_size": PIECES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False, max_position_embeddings=128)
     LlamaForCausalLM(config).save_pretrained(folder)
     for name, content in VICUNA.items():
         (folder / name).write_text(json.dumps(content))
@@ -104,30 +70,31 @@ def folder(whole, tmp_path, monkeypatch):
     return shutil.copytree(whole, tmp_path / "target")
 
 
+def in_two(folder, shards, index, save):
+    """``folder`` with its weights in two shards."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, listed = sorted(weights), {}
+    for number, shard in enumerate(shards):
+        save({name: weights[name] for name in names[number::2]}, folder / shard)
+        listed |= dict.fromkeys(names[number::2], shard)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+
+
 def in_shards(folder):
-    """``folder`` with its weights in two safetensors shards."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names, listed = sorted(weights), {}
-    for number in range(2):
-        shard = f"model-0000{number + 1}-of-00002.safetensors"
-        save_file({name: weights[name] for name in names[number::2]}, folder / shard, metadata={"format": "pt"})
-        listed |= dict.fromkeys(names[number::2], shard)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    def save(weights, path):
+        save_file(weights, path, metadata={"format": "pt"})
+
+    in_two(folder, SAFE_SHARDS, "model.safetensors.index.json", save)
 
 
-def pickled(folder, shards=2):
-    """``folder`` with its weights in pickles."""
-    weights = load_file(folder / "model.safetensors")
+def pickled(folder):
+    in_two(folder, SHARDS, INDEX, torch.save)
+
+
+def in_one_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    if shards == 1:
-        torch.save(weights, folder / "pytorch_model.bin")
-        return
-    names, listed = sorted(weights), {}
-    for number, shard in enumerate(SHARDS):
-        torch.save({name: weights[name] for name in names[number::2]}, folder / shard)
-        listed |= dict.fromkeys(names[number::2], shard)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": listed}))
 
 
 def old_format(folder):
@@ -148,7 +115,7 @@ def sharing_memory(folder):
 LAYOUTS = {
     "one": lambda folder: None,
     "shards": in_shards,
-    "bin": lambda folder: pickled(folder, 1),
+    "bin": in_one_pickle,
     "bin shards": pickled,
     "bin of old format": old_format,
     "bin with shared memory": sharing_memory,
@@ -174,15 +141,8 @@ def test_a_conversion_is_made_once(folder, capsys):
     assert f"{folder}: pickled weights (2 files, " in said and f"once to safetensors in {copy}" in said
     assert said.count("\n") == 3 and f"2/2 {SHARDS[1]}" in said
     before = {file.name: file.stat().st_mtime_ns for file in copy.iterdir()}
-    assert set(before) == {
-        "config.json",
-        *VICUNA,
-        "tokenizer.model",
-        "converted_from.json",
-        "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    }
+    made = {*SAFE_SHARDS, "model.safetensors.index.json", "converted_from.json"}
+    assert set(before) == {"config.json", *VICUNA, "tokenizer.model"} | made
     assert with_safetensors(folder) == copy and capsys.readouterr().err == ""
     assert before == {file.name: file.stat().st_mtime_ns for file in copy.iterdir()}
 
@@ -197,9 +157,7 @@ def test_a_changed_file_is_converted_anew(folder, capsys):
     after = load_target(str(folder))
     assert "converted" in capsys.readouterr().err
     assert after.fingerprint != before.fingerprint
-    (folder / "config.json").write_text(
-        (folder / "config.json").read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1')
-    )
+    config(rms_norm_eps=1e-3)(folder)
     (folder / "special_tokens_map.json").unlink()
     assert load_target(str(folder)).fingerprint != after.fingerprint, "the config is the present one"
     assert capsys.readouterr().err == "", "and the weights are not converted for that"
@@ -219,13 +177,11 @@ def test_a_conversion_that_was_killed_is_begun_again(folder, monkeypatch):
     assert [path.suffix for path in (stored.cache_folder() / "models").iterdir()] == [".lock"], "no half copy is left"
     unfinished = next((stored.cache_folder() / "models").iterdir()).with_suffix("")
     unfinished.mkdir()  # what a kill that nothing can catch leaves
-    (unfinished / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    (unfinished / SAFE_SHARDS[0]).write_bytes(b"half")
     assert load_target(str(folder)).fingerprint == fingerprint(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["converted_from.json", "model.safetensors.index.json", "model-00002-of-00002.safetensors"]
-)
+@pytest.mark.parametrize("name", ["converted_from.json", "model.safetensors.index.json", SAFE_SHARDS[1]])
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"{")])
 def test_a_copy_that_lost_a_part_is_made_anew(folder, name, damage, capsys):
     pickled(folder)
@@ -267,16 +223,6 @@ def weights(change):
     return damage
 
 
-def second_shard(write):
-    """A damage of a pickle."""
-
-    def damage(folder):
-        pickled(folder)
-        write(folder / SHARDS[1])
-
-    return damage
-
-
 def and_then(first, second):
     def damage(folder):
         first(folder)
@@ -285,12 +231,23 @@ def and_then(first, second):
     return damage
 
 
+def second_shard(write):
+    """A damage of a pickle."""
+    return and_then(pickled, lambda folder: write(folder / SHARDS[1]))
+
+
 def gone(*names):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
 def text(name, content):
     return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut(shorter):
+    return lambda folder: (folder / "model.safetensors").write_bytes(
+        shorter((folder / "model.safetensors").read_bytes())
+    )
 
 
 def to_itself(name):
@@ -302,6 +259,7 @@ def without_mlp(found):
         del found[name]
 
 
+UNREADABLE = "model.safetensors: not a safetensors file, or truncated"
 REFUSED = {
     # weights that do not fit
     "missing": (weights(without_mlp), "missing weights (6): model.layers.0.mlp.down_proj.weight, "),
@@ -318,6 +276,13 @@ REFUSED = {
                  "model-00002-of-00002.safetensors: missing, but model.safetensors.index.json lists it"),
     "no index": (and_then(in_shards, gone("model.safetensors.index.json")), "but no *.index.json that lists it"),
     "adapter": (and_then(gone("model.safetensors"), text("adapter_config.json", b"{}")), "this is an adapter without"),
+    # a damaged file
+    "empty": (text("model.safetensors", b""), UNREADABLE),
+    "cut": (cut(lambda content: content[:-1]), "model.safetensors: truncated ("),
+    "cut in its header": (cut(lambda content: content[:100]), UNREADABLE),
+    "a web page": (text("model.safetensors", b"<!DOCTYPE html><html>" * 100), UNREADABLE),
+    "list for a header": (text("model.safetensors", b"\2" + bytes(7) + b"[]"), UNREADABLE),
+    "no offsets": (text("model.safetensors", b"\10" + bytes(7) + b'{"a":{}}'), UNREADABLE),
     "weights to themselves": (to_itself("model.safetensors"), "model.safetensors is here, but no *.index.json"),
     # pickles
     "no .bin shard": (and_then(pickled, gone(SHARDS[1])), f"{SHARDS[1]}: missing, but {INDEX} lists it"),
@@ -339,6 +304,9 @@ REFUSED = {
                              f"{SHARDS[1]}: not a file of weights, or damaged"),
     # config
     "no config": (gone("config.json"), "no config.json here, so this is no model folder"),
+    "broken config": (text("config.json", b'{"model_type": "llama",'), "config.json: not valid JSON"),
+    "list for config": (text("config.json", b"[]"), "config.json: a JSON object is needed"),
+    "a drafter": (text("config.json", b'{"drafter_type": "medusa"}'), "this is a drafter, not a target"),
     "config to itself": (to_itself("config.json"), "no config.json here, so this is no model folder"),
     "config of bytes": (text("config.json", b'{"model_type": "\xff"}'), "config.json: not UTF-8 text (byte 16)"),
     "deep config": (text("config.json", b'{"a":' * 100_000), "config.json: JSON nested too deeply"),
@@ -448,19 +416,11 @@ def test_a_sentencepiece_tokenizer_is_its_own(pieces, whole):
     tokenizer = load_tokenizer(str(whole))
     own = sentencepiece.SentencePieceProcessor(model_file=str(pieces))
     assert len(tokenizer) == PIECES == own.get_piece_size()
-    for said in [
-        "Hello world",
-        "a\n\nb",
-        "two  spaces",
-        "USER: hi ASSISTANT: no",
-        "é ß 漢字 🙂",
-        "x=1\t2",
-        "12345",
-        "",
-    ]:
-        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-        assert ids == own.encode(said)
-        assert tokenizer.decode(ids) == own.decode(ids) == said
+    said = ["Hello world", "a\n\nb", "two  spaces", "USER: hi ASSISTANT: no", "é ß 漢字 🙂", "x=1\t2", "12345", ""]
+    for text in said:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == own.encode(text)
+        assert tokenizer.decode(ids) == own.decode(ids) == text
     assert tokenizer("hi</s>")["input_ids"] == [1, *own.encode("hi"), 2]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
@@ -482,31 +442,8 @@ def test_a_tiktoken_tokenizer(tmp_path):
 # ---- the Hub
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    with Hub(tmp_path / "hub") as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
-        address = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", address)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "downloads"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-        yield server
-        assert server.unknown == []
-
-
-OTHERS = [
-    "flax_model.msgpack",
-    "tf_model.h5",
-    "model.gguf",
-    "onnx/model.onnx",
-    "original/consolidated.00.pth",
-    "original/params.json",
-    "consolidated.safetensors",
-    "training_args.bin",
-    "optimizer.pt",
-]
+OTHERS = "flax_model.msgpack tf_model.h5 model.gguf onnx/model.onnx original/consolidated.00.pth original/params.json"
+OTHERS = [*OTHERS.split(), "consolidated.safetensors", "training_args.bin", "optimizer.pt"]
 
 
 def publish(hub, whole, name, change=lambda folder: None):
@@ -551,12 +488,9 @@ def test_repositories_that_give_nothing(hub, whole, monkeypatch):
     hub.gated["models/lab/gated"] = {"hf_other"}
     publish(hub, whole, "lab/gated")
     publish(hub, whole, "lab/open")
+    gated = f"it is gated: accept its licence at {hub.endpoint}/lab/gated, then log in with hf auth login"
     for name, revision, said in [
-        (
-            "lab/gated",
-            None,
-            f"it is gated: accept its licence at {hub.endpoint}/lab/gated, then log in with hf auth login",
-        ),
+        ("lab/gated", None, gated),
         ("lab/none", None, f"{hub.endpoint} has no such repository, or it is private"),
         ("lab/open", "v9", f"it has no revision 'v9' at {hub.endpoint}"),
     ]:
@@ -572,11 +506,10 @@ def test_no_network(hub, monkeypatch):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        with pytest.raises(
-            FileNotFoundError, match="it is not in the cache, or incomplete there, and .* does not answer"
-        ) as e:
+        said = "it is not in the cache, or incomplete there, and .* does not answer"
+        with pytest.raises(FileNotFoundError, match=said) as error:
             load_target("lab/open")
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(error.value)
 
 
 # ---- no room

@@ -1,7 +1,10 @@
 """Greedy acceptance in one launch against its definition, and what a step commits against the step's formula."""
 
+import random
+
 import pytest
 import torch
+from cases import depths, random_parents
 
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict
@@ -9,18 +12,7 @@ from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_refere
 
 VOCAB, MORE = 7, 4  # drafted tokens, and tokens that no node has
 MARK = -99
-
-
-def random_parents(nodes, reach, generator):
-    """Each node's parent is one of the ``reach`` before it: 1 makes a chain, many a bush."""
-    return [-1] + [int(torch.randint(max(0, node - reach), node, (), generator=generator)) for node in range(1, nodes)]
-
-
-def depths_of(parents):
-    depth = [0]
-    for above in parents[1:]:
-        depth.append(depth[above] + 1)
-    return torch.tensor(depth, dtype=torch.int32)
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def scripted(tokens, parents, wanted, generator):
@@ -30,7 +22,7 @@ def scripted(tokens, parents, wanted, generator):
     while node:
         choice[parents[node]] = tokens[node]
         node = parents[node]
-    depth = depths_of(parents)
+    depth = depths(parents)
     ends = torch.randint(VOCAB, VOCAB + MORE, tokens.shape, generator=generator)
     return torch.where(depth >= depth[wanted], ends, choice)
 
@@ -71,24 +63,16 @@ def check(tree, choice, best, max_depth, dtype, device):
 
 @pytest.mark.parametrize(
     ("nodes", "reach", "dtype"),
-    [
-        (2, 1, torch.float32),
-        (6, 1, torch.float16),
-        (13, 3, torch.float32),
-        (33, 40, torch.bfloat16),
-        (64, 9, torch.float32),
-        (66, 5, torch.float16),
-        (150, 12, torch.float32),
-        (512, 40, torch.float32),
-    ],
+    [(2, 1, F32), (6, 1, F16), (13, 3, F32), (33, 40, BF16), (64, 9, F32)]
+    + [(66, 5, F16), (150, 12, F32), (512, 40, F32)],
 )
 def test_every_accepted_length(nodes, reach, dtype, device):
     """Trees of all shapes, each row another tree, padded by different numbers of nodes, with equal siblings; one row
     for each depth that the target follows the tree to."""
     generator = torch.Generator().manual_seed(nodes)
     parts = []
-    deep = random_parents(nodes, reach, generator)
-    depth = depths_of(deep)
+    deep = random_parents(nodes, reach, random.Random(nodes))
+    depth = depths(deep)
     deepest = int(depth.max())
     for wanted in range(deepest + 1):
         real = nodes if wanted == deepest else max(nodes - wanted, int((depth == wanted).nonzero()[0]) + 1)
@@ -100,7 +84,7 @@ def test_every_accepted_length(nodes, reach, dtype, device):
         if wanted % 2:
             sets[real:] = 0
             tokens[real:] = choice[0]  # would be accepted if it were valid
-        parts.append((tokens, torch.tensor(parents), depths_of(parents), sets, torch.arange(nodes) < real, choice))
+        parts.append((tokens, torch.tensor(parents), depths(parents), sets, torch.arange(nodes) < real, choice))
     tokens, parent, depth, sets, valid, choice = map(torch.stack, zip(*parts, strict=True))
     tree = TokenTree(tokens, parent.int(), depth, sets, valid)
     max_depth = max(deepest, int(depth.max())) + nodes % 2
@@ -120,7 +104,7 @@ def test_the_deepest_of_equal_siblings(device):
     choice[3, 3] = 6
     valid = torch.ones(5, 7).bool()
     valid[4, 2] = False
-    depth, sets = depths_of(parents).expand(5, -1), bitsets(parents).expand(5, -1, -1)
+    depth, sets = depths(parents).expand(5, -1), bitsets(parents).expand(5, -1, -1)
     tree = TokenTree(tokens, torch.tensor(parents).int().expand(5, -1), depth, sets, valid)
     verdict = check(tree, choice, torch.ones(5, 7), 3, torch.float32, device)
     assert verdict.node.tolist() == [4, 1, 5, 3, 1] and verdict.length.tolist() == [3, 1, 3, 2, 1]
@@ -147,13 +131,8 @@ def test_the_root_alone(device):
     for nodes, max_depth in ((1, 0), (1, 3), (4, 0)):
         sets = bitsets([-1] + [0] * (nodes - 1))
         sets[1:] = 0
-        tree = TokenTree(
-            torch.ones(3, nodes, dtype=torch.int64),
-            torch.zeros(3, nodes).int() - 1,
-            torch.zeros(3, nodes).int(),
-            sets.expand(3, -1, -1),
-            torch.zeros(3, nodes).bool(),
-        )
+        none = torch.zeros(3, nodes)
+        tree = TokenTree(none.long() + 1, none.int() - 1, none.int(), sets.expand(3, -1, -1), none.bool())
         choice = torch.arange(3)[:, None].expand(-1, nodes).contiguous()
         best = torch.ones(3, nodes)
         best[2, 0] = torch.nan

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from bounds import assert_within, roundings_of_sum, sum_bound
+from cases import DTYPES
 
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
-
-# bfloat16 arithmetic is wrong in the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
 def exact_norm(x, weight, eps):
@@ -72,18 +70,8 @@ def test_sizes(device, dtype, rows, width, parts):
 def test_branches(device, dtype, bias, after, factor, after_eps, wide_weights):
     """Bias, then its norm with an eps of its own, then the factor; weights in the model's dtype and in float32."""
     for parts in (1, 2):
-        check(
-            device,
-            dtype,
-            3,
-            80,
-            parts,
-            bias=bias,
-            after=after,
-            wide_weights=wide_weights,
-            factor=factor,
-            after_eps=after_eps,
-        )
+        options = {"wide_weights": wide_weights, "factor": factor, "after_eps": after_eps}
+        check(device, dtype, 3, 80, parts, bias=bias, after=after, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

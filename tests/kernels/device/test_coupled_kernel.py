@@ -1,10 +1,9 @@
 """The best tokens by log p + noise, by kernels/cpu.cpp and where the device tests run: beside the definition, and their
 law."""
 
-import itertools
-
 import pytest
 import torch
+from cases import sampling_parameters
 from scipy import stats
 
 from draftsmith.kernels import cpu
@@ -22,14 +21,6 @@ def no_kernels_of_a_cpu(request, monkeypatch, device):
         monkeypatch.setattr(cpu, "runs", lambda tensor: False)
     elif device.type != "cpu" or cpu.library() is None:
         pytest.skip("kernels/cpu.cpp is for a CPU with a compiler")
-
-
-def parameters(rows, vocabulary, first=0) -> list[torch.Tensor]:
-    """Rows of a list of all combinations, in a mixed order, from number ``first`` on; k from 1 to beyond V."""
-    top_k = [0, 1, 3, min(20, vocabulary - 1), vocabulary, 2**31]
-    every = list(itertools.product([1.0, 0.0, 0.4, 2.5], top_k, [1.0, 0.95, 0.6, 1e-6], [0.0, 0.03, 0.4]))  # 288
-    chosen = [every[(first + row) * 103 % len(every)] for row in range(rows)]
-    return [torch.tensor(column) for column in zip(*chosen, strict=True)]
 
 
 def check(logits, samplings, seed, positions, count, tokens=None, uses=(True, True, True)):
@@ -73,7 +64,7 @@ def test_definition(device, rows, nodes, vocabulary, count, dtype):
     seed = torch.randint(1 << 62, (rows,))
     positions = torch.randint(1 << 34, (rows, nodes))
     for first in (0, 100):
-        samplings = parameters(rows, vocabulary, first)
+        samplings = sampling_parameters(rows, vocabulary, first)
         check(*_to(device, logits.to(dtype), samplings, seed, positions), count)
 
 
@@ -95,9 +86,8 @@ def test_reduced_vocabulary(device, by_row):
     wide.scatter_(2, (ids if by_row else ids.expand(rows, -1))[:, None].expand_as(logits).clamp(min=0), logits)
     if by_row:
         for row in range(rows):
-            wide[row, :, 0] = (
-                logits[row, :, (ids[row] == 0).nonzero().flatten()].amax(-1) if 0 in ids[row] else -torch.inf
-            )
+            first = (ids[row] == 0).nonzero().flatten()
+            wide[row, :, 0] = logits[row, :, first].amax(-1) if len(first) else -torch.inf
     samplings = [torch.full((rows,), 0.8), torch.zeros(rows, dtype=torch.int64), torch.ones(rows), torch.zeros(rows)]
     seed, positions = torch.arange(rows), torch.arange(rows * nodes).view(rows, nodes)
     found = check(*_to(device, logits, samplings, seed, positions), 5, ids.to(device))
@@ -126,15 +116,14 @@ def test_rows_do_not_matter(device):
     torch.manual_seed(1)
     rows, nodes, vocabulary = 6, 4, 700
     logits = torch.randn(rows, nodes, vocabulary) * 4
-    samplings, seed = parameters(rows, vocabulary), torch.randint(1 << 62, (rows,))
+    samplings, seed = sampling_parameters(rows, vocabulary), torch.randint(1 << 62, (rows,))
     positions = torch.arange(nodes).repeat(rows, 1)
     logits, samplings, seed, positions = _to(device, logits, samplings, seed, positions)
     _, scores, found = coupled_topk(logits, *samplings, seed, positions, 6)
     for row, node in ((0, 1), (3, 3), (5, 0)):
         part = slice(row, row + 1), slice(node, node + 1)
-        _, own_scores, own = coupled_topk(
-            logits[part], *(x[part[0]] for x in samplings), seed[part[0]], positions[part], 1
-        )
+        its = [x[part[0]] for x in (*samplings, seed)]
+        _, own_scores, own = coupled_topk(logits[part], *its, positions[part], 1)
         assert torch.equal(own, found[part][..., :1]) and torch.equal(own_scores, scores[part][..., :1])
 
 

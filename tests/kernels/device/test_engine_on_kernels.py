@@ -1,8 +1,6 @@
 """The whole engine on the kernels: tree attention behind the prefix, commit, verification, the heads' best tokens. On a
 GPU its steps run in CUDA graphs."""
 
-import copy
-
 import pytest
 import torch
 from draws import occurs
@@ -16,23 +14,11 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target
 
-
-@pytest.fixture(autouse=True)
-def as_users_run_it(poison):
-    """Deterministic algorithms are other ones, which a graph may not be able to hold."""
-    torch.use_deterministic_algorithms(False)
-
-
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 PROMPTS = [[24, 23, 34, 52], [9], [12, 52], [58, 1, 30]]
 LIMITS = [5, 1, 3]  # one text for each of the first prompts; the third takes the place of the second
 TREE = Topology(((0,), (0, 0), (0, 0, 0), (1,), (1, 0)))
-
-
-def on(device, target):
-    model = copy.deepcopy(target.model).to(device)
-    return Target(model, None, target.name, "")
 
 
 def drafter_of(target, kind, ids=None):
@@ -48,11 +34,11 @@ def drafter_of(target, kind, ids=None):
 
 
 @pytest.mark.parametrize(("family", "ids"), [("llama", None), ("mistral", torch.arange(0, 61, 2)), ("gemma2", None)])
-def test_greedy(make_target, greedy_texts, device, family, ids):
+def test_greedy(make_target, greedy_texts, device, on, family, ids):
     target = make_target(family)
     prompts = PROMPTS[: len(LIMITS)]
     truth = greedy_texts(target, prompts, max(LIMITS))
-    mine = on(device, target)
+    mine = on(target)
     drafter = drafter_of(mine, "shared", ids)
     assert drafter.shared and kernel_weight(drafter.draft_head, torch.empty(1, 32, device=device)) is not None
     decoder = SpeculativeDecoder(mine, drafter, static=True)
@@ -68,20 +54,14 @@ def test_greedy(make_target, greedy_texts, device, family, ids):
 
 
 @pytest.mark.parametrize("mode", ["sample", "mss"])
-def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypatch, mode):
+def test_sampled_texts_are_those_of_plain_pytorch(make_target, on, monkeypatch, mode):
     """The same seeds, the same texts; a random number within rounding of a border would be one text of many."""
-    target = on(device, make_target("llama"))
+    target = on(make_target("llama"))
     drafter = drafter_of(target, "own")
-    samplings = [
-        Sampling(temperature=0.7, seed=1),
-        Sampling(top_p=0.8, seed=2),
-        Sampling(repetition_penalty=1.3, seed=3),
-        Sampling(temperature=0),
-    ]
-    requests = [
-        Request(prompt, limit, sampling, frozenset())
-        for prompt, limit, sampling in zip(PROMPTS, (5, 3, 3, 3), samplings, strict=True)
-    ]
+    samplings = [Sampling(temperature=0.7, seed=1), Sampling(top_p=0.8, seed=2), Sampling(temperature=0)]
+    samplings.insert(2, Sampling(repetition_penalty=1.3, seed=3))
+    each = zip(PROMPTS, (5, 3, 3, 3), samplings, strict=True)
+    requests = [Request(prompt, limit, sampling, frozenset()) for prompt, limit, sampling in each]
     ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 2, mode=mode)
     with monkeypatch.context() as patch:
         patch.setattr("draftsmith.kernels.backend.triton", None)
@@ -91,19 +71,17 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, device, monkeypat
 
 
 @pytest.mark.parametrize(("mode", "tree"), [("sample", (2, 1)), ("mss", (2, 1)), ("greedy", DynamicShape(2, 2, 5))])
-def test_eagle_drafts_as_with_plain_pytorch(make_target, device, monkeypatch, mode, tree):
+def test_eagle_drafts_as_with_plain_pytorch(make_target, device, on, monkeypatch, mode, tree):
     """The same texts in the same steps; on a GPU by a graph, the second time by the first one's."""
-    target = on(device, make_target("llama"))
+    target = on(make_target("llama"))
     torch.manual_seed(18)
     eagle = Eagle.for_target(target, 3, "own")
     with torch.no_grad():
         for name, weight in eagle.named_parameters():
             if "norm" not in name and "lm_head" not in name:
                 weight.copy_(torch.randn(weight.shape) * 0.1)
-    requests = [
-        Request(prompt, limit, Sampling(seed=limit), frozenset())
-        for prompt, limit in zip(PROMPTS[1:], (2, 4, 3), strict=True)
-    ]
+    limits = zip(PROMPTS[1:], (2, 4, 3), strict=True)
+    requests = [Request(prompt, limit, Sampling(seed=limit), frozenset()) for prompt, limit in limits]
     drafter = EagleDrafter(eagle, target, tree)
     decoder = SpeculativeDecoder(target, drafter, static=True)
     cuda = device.type == "cuda"

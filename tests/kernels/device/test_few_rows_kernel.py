@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import assert_within, product_bound, sum_bound
+from cases import DTYPES, in_a_graph, spread
 from torch import nn
 
 from draftsmith.kernels import linear as linears
@@ -10,7 +11,6 @@ from draftsmith.kernels.few_rows import FewRowsForm, few_rows_product, few_rows_
 from draftsmith.kernels.linear import apply_linear, partial_buffer, partial_product, product
 from draftsmith.kernels.measured import no_collection
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 FORMS = [  # rows, inputs, outputs, form
     (1, 64, 8, FewRowsForm("vector", 8, 64, 1, 4, 1)),
     (1, 300, 37, FewRowsForm("vector", 16, 64, 1, 4, 3)),
@@ -24,19 +24,10 @@ FORMS = [  # rows, inputs, outputs, form
 ]
 
 
-def spread(tensor, device):
-    """The same values, with NaN behind each row."""
-    padded = torch.full((tensor.shape[0], tensor.shape[1] + 3), float("nan"), dtype=tensor.dtype)
-    padded[:, : tensor.shape[1]] = tensor
-    return padded.to(device)[:, : tensor.shape[1]]
-
-
 def inputs(rows, width, outputs, dtype, device):
     torch.manual_seed(width + outputs)
-    return (
-        spread(torch.randn(rows, width).to(dtype), device),
-        spread(torch.randn(outputs, width).to(dtype), device).t(),
-    )
+    x, matrix = (spread(torch.randn(count, width).to(dtype), device) for count in (rows, outputs))
+    return x, matrix.t()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,9 +57,9 @@ def test_each_part_is_its_product(rows, width, outputs, form, dtype, device):
 @pytest.mark.parametrize(
     ("rows", "width", "outputs", "form"),
     [
-        (1, 300, 38, FewRowsForm("vector", 16, 64, 1, 4, 3)),
-        (1, 64, 16, FewRowsForm("vector", 8, 64, 1, 4, 1)),
-        (5, 37, 70, FewRowsForm("rows", 64, 32, 1, 4, 2)),
+        (1, 300, 38, FORMS[1][3]),
+        (1, 64, 16, FORMS[0][3]),
+        (5, 37, 70, FORMS[5][3]),
         (33, 70, 90, FewRowsForm("rows", 32, 32, 1, 4, 2)),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -154,16 +145,7 @@ def test_replayed(name, device):
     def step():
         return partial_product(name, x, matrix, parts)
 
-    before, run = step().clone(), step
-    if device.type == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with no_collection(), torch.cuda.graph(graph):
-            captured = step()
-
-        def run():
-            graph.replay()
-            return captured
-
+    before, run = step().clone(), in_a_graph(step, device)
     assert torch.equal(run(), before)
     x.copy_(torch.randn(1, 300))
     exact, bound = product_bound(x, matrix, torch.float32)

@@ -1,7 +1,6 @@
 """Fused layers: each is compared with the model's own when the lean decoder is made, also where an error is put into a
 kernel; and on prompts and trees, with PyTorch's operations."""
 
-import copy
 import re
 
 import pytest
@@ -11,18 +10,12 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.tree import StaticTree
-from draftsmith.kernels.few_rows import candidates
 from draftsmith.models import lean
 from draftsmith.models.lean import FusedBuffers, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
-from draftsmith.models.target import Target
 
 # A bias; norms of q and k; norms after each branch, windows and soft caps; packed weights; a factor on each branch.
 FAMILIES = ("qwen2", "qwen3", "gemma2", "phi3", "granite")
-
-
-def on(device, target):
-    return Target(copy.deepcopy(target.model).to(device), None, target.name, "")
 
 
 # Either way of families whose layers differ most, and one of the others
@@ -30,17 +23,12 @@ WAYS = [(family, folds) for family in FAMILIES for folds in (False, True) if fol
 
 
 @pytest.mark.parametrize(("family", "folds"), WAYS)
-def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
+def test_prompts_and_trees(make_target, device, on, monkeypatch, request, family, folds):
     """Ragged prompts in two chunks, then a tree after each row's prefix; also in forms of products that do what stands
     around them."""
     if folds:
-
-        def folding(rows, matrix, partial=False):
-            forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if partial else []
-            return next((form.name for form in forms if form.parts == 1), "blas")
-
-        monkeypatch.setattr(lean, "choose", folding)
-    target = on(device, make_target(family))
+        request.getfixturevalue("folded")
+    target = on(make_target(family))
     length, chunk = (11, 7) if family == "gemma2" else (5, 3)  # its window is of 8 tokens
     tokens = torch.randint(0, target.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
     tree = StaticTree([-1, 0, 1, 1, 0], device)
@@ -54,18 +42,11 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
             cache = KVCache(target, 2, 64)
             runner = Runner(target, cache, static=True, lean=True)
             with torch.inference_mode():
-                first, (second, between) = (
-                    runner.forward_chunk(tokens[:, :chunk], 0)[0],
-                    runner.forward_chunk(tokens[:, chunk:], chunk, (1,)),
-                )
-                hidden, captured = runner.forward_nodes(
-                    nodes,
-                    lengths,
-                    tree.ancestors.expand(2, -1, -1),
-                    tree.depth.expand(2, -1),
-                    captures=(1,),
-                    mask=tree.mask.expand(2, -1, -1),
-                )
+                first, _ = runner.forward_chunk(tokens[:, :chunk], 0)
+                second, between = runner.forward_chunk(tokens[:, chunk:], chunk, (1,))
+                places = tree.ancestors.expand(2, -1, -1), tree.depth.expand(2, -1)
+                mask = tree.mask.expand(2, -1, -1)
+                hidden, captured = runner.forward_nodes(nodes, lengths, *places, captures=(1,), mask=mask)
                 (buffers,) = runner.buffers.values()
                 assert all(isinstance(each, FusedBuffers) for each in buffers) is fused
             found.append([first, second, *between, hidden, *captured])
@@ -77,9 +58,9 @@ def test_prompts_and_trees(make_target, device, monkeypatch, family, folds):
     ("broken", "written"),
     [("rotate_write", 4), ("rotate_write", 5), ("gated", 1), ("add_norm", 0), ("add_norm", 4), ("attend_tree", None)],
 )
-def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, written):
+def test_a_wrong_kernel_is_found(make_target, on, monkeypatch, broken, written):
     """By the comparison of layers, and it is said where. ``written``: the argument that the error is in."""
-    target = on(device, make_target("llama"))
+    target = on(make_target("llama"))
     right = getattr(lean, broken)
 
     def wrong(*arguments, **named):
@@ -91,9 +72,8 @@ def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, writt
         patch.setattr(lean, broken, wrong)
         found = lean_decoder(target)
         assert isinstance(found, LeanDecoder)
-        assert re.match(
-            r"(its|the norm after its) layer 0 by kernels differs from its own modules' by", found.not_fused
-        )
+        said = r"(its|the norm after its) layer 0 by kernels differs from its own modules' by"
+        assert re.match(said, found.not_fused)
         if broken == "gated":  # PyTorch's operations run then
             decoder = SpeculativeDecoder(target, static=True)
             decoder.generate([[1, 2]], 2)
@@ -103,9 +83,9 @@ def test_a_wrong_kernel_is_found(make_target, device, monkeypatch, broken, writt
 @pytest.mark.parametrize(
     ("family", "fields"), [("llama", {"hidden_act": "gelu"}), ("llama", {"head_dim": 320}), ("gpt_neox", {})]
 )
-def test_what_the_kernels_do_not_know(make_target, device, family, fields):
+def test_what_the_kernels_do_not_know(make_target, on, family, fields):
     """An activation, heads wider than their tiles, and GPT-NeoX's layers: PyTorch's operations run them."""
-    target = on(device, make_target(family, **fields))
+    target = on(make_target(family, **fields))
     found = lean_decoder(target)
     assert isinstance(found, LeanDecoder) and found.not_fused.startswith("the kernels do not know its norms")
     texts = [

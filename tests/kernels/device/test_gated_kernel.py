@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 from bounds import assert_within, sum_bound
+from cases import DTYPES
 
 from draftsmith.kernels.gated import ACTS, gated, gated_reference
-
-# bfloat16 arithmetic is wrong in the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
 def exact_act(gate, act):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bounds import assert_within, product_bound
+from cases import DTYPES, spread
 from draws import occurs
 from torch.nn import functional as F
 
@@ -17,8 +18,6 @@ from draftsmith.kernels.head_topk import (
     merge_topk,
 )
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -28,9 +27,8 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_ava
 def test_topk(rows, width, vocabulary, count, dtype, device):
     """Each value is its id's logit, no token is left out that is clearly better, and the order is the values'."""
     torch.manual_seed(width)
-    padded = torch.full((rows, width + 3), float("nan"), dtype=dtype)  # rows behind one another, not touching
-    padded[:, :width] = torch.randn(rows, width).to(dtype)
-    features, weight = padded.to(device)[:, :width], torch.randn(vocabulary, width).to(device, dtype)
+    features = spread(torch.randn(rows, width).to(dtype), device)
+    weight = torch.randn(vocabulary, width).to(device, dtype)
     values, ids = head_topk(features, weight, count)
     assert values.shape == ids.shape == (rows, count) and values.dtype == torch.float32 and ids.dtype == torch.int64
     exact, bound = (part.to(device) for part in product_bound(features, weight.T, torch.float32))
@@ -87,20 +85,9 @@ def test_merge(candidates, count, at_once, device, monkeypatch):
     values, ids = values.to(device), ids.to(device)
     alone = values.new_empty(rows, count), torch.empty(rows, count, dtype=torch.int64, device=device)
     with torch.cuda.device_of(values):
-        _merge_topk_kernel[(rows,)](
-            values,
-            ids,
-            *alone,
-            count,
-            candidates,
-            vocabulary,
-            None,
-            None,
-            0,
-            None,
-            BLOCK=max(64, at_once // 2),
-            BLOCK_P=1,
-        )
+        sizes, unused = (count, candidates, vocabulary), (None, None, 0, None)
+        launch = _merge_topk_kernel[(rows,)]
+        launch(values, ids, *alone, *sizes, *unused, BLOCK=max(64, at_once // 2), BLOCK_P=1)
     for found_values, found in (merge_topk(values, ids, count, vocabulary), alone):
         assert torch.equal(found_values.cpu(), wanted[0]) and torch.equal(found.cpu(), wanted[1])
 

@@ -1,14 +1,8 @@
 """The kernels that a step launches: Triton's, and PyTorch's operations that are no views and no allocations."""
 
-import copy
-from collections import Counter
-from contextlib import contextmanager
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
+from launches import Launches
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -16,74 +10,11 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.kernels.few_rows import candidates
-from draftsmith.models import lean
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import Target
 
-FREE = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "lift_fresh",
-    "_unsafe_view",
-}
+pytestmark = pytest.mark.usefixtures("as_users_run_it")  # new tensors that are filled would count
 TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0), (2,)))
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it(poison):
-    """Poisoning fills new tensors, which would count."""
-    torch.use_deterministic_algorithms(False)
-
-
-class Launches(TorchDispatchMode):
-    """Kernels by name. Of a custom operator the kernels inside are counted, of PyTorch's composite ones the parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-        self.inside = False  # a Triton kernel, which the interpreter runs by operations of its own
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not self.inside and func.namespace != "draftsmith":
-            if func._can_decompose():
-                with self:
-                    out = func.decompose(*args, **kwargs)
-                if out is not NotImplemented:
-                    return out
-            if not func.is_view and func.overloadpacket.__name__ not in FREE:
-                self.seen[func.overloadpacket.__name__] += 1
-        elif func.namespace == "draftsmith":
-            with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    @contextmanager
-    def counting(self):
-        patch = pytest.MonkeyPatch()
-        for kind in (InterpretedFunction, JITFunction):
-            run = kind.run
-
-            def counted(kernel, *args, run=run, **kwargs):
-                self.seen[kernel.fn.__name__] += not kwargs.get("warmup")
-                self.inside = True
-                try:
-                    return run(kernel, *args, **kwargs)
-                finally:
-                    self.inside = False
-
-            patch.setattr(kind, "run", counted)
-        try:
-            with self:
-                yield
-        finally:
-            patch.undo()
 
 
 def medusa(target):
@@ -106,49 +37,34 @@ def step_launches(target, drafter, mode="greedy"):
 
 
 @pytest.fixture
-def folded(monkeypatch):
-    """Products in forms that do what stands around them, as measuring chooses them where they are faster."""
-
-    def folding(rows, matrix, partial=False):
-        forms = candidates(rows, *matrix.shape, matrix.dtype, 1) if partial else []
-        return next((form.name for form in forms if form.parts == 1), "blas")
-
-    monkeypatch.setattr(lean, "choose", folding)
-
-
-def test_launches_of_a_folded_step(make_target, device, folded):
-    """At most 7 kernels a layer."""
-    counts = []
-    for layers in (1, 2):
-        target = make_target("llama", num_hidden_layers=layers)
-        target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
-        counts.append(step_launches(target, None))
-    per_layer = {name: counts[1][name] - counts[0][name] for name in counts[1]}
-    print(f"launches of a folded layer: {sum(per_layer.values())}")
-    print({name: count for name, count in per_layer.items() if count})
-    assert per_layer["_few_rows_kernel"] == 4
-    assert sum(per_layer.values()) <= 7
+def of_layers(make_target, on):
+    """A target of so many layers, where the kernels run."""
+    return lambda count: on(make_target("llama", num_hidden_layers=count))
 
 
 @pytest.mark.parametrize(
-    ("drafter", "mode", "most"),
-    [(None, "greedy", 27), (medusa, "greedy", 27), (medusa, "mss", 27), (medusa, "sample", 23)],
+    ("drafter", "mode", "folds", "most"),
+    [
+        (None, "greedy", True, 27),
+        (None, "greedy", False, 27),
+        (medusa, "greedy", False, 27),
+        (medusa, "mss", False, 27),
+        (medusa, "sample", False, 23),
+    ],
 )
-def test_launches_of_a_step(make_target, device, drafter, mode, most):
-    """At most 10 kernels a layer and 27 around the layers; 23 in coupled sampling."""
-    counts = []
-    for layers in (1, 2):
-        target = make_target("llama", num_hidden_layers=layers)
-        target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
-        counts.append(step_launches(target, drafter and drafter(target), mode))
-    few, many = counts
+def test_launches_of_a_step(of_layers, request, drafter, mode, folds, most):
+    """At most 10 kernels a layer, 7 in folded forms, and 27 around the layers; 23 in coupled sampling."""
+    if folds:
+        request.getfixturevalue("folded")
+    few, many = (step_launches(target, drafter and drafter(target), mode) for target in map(of_layers, (1, 2)))
     per_layer = {name: many[name] - few[name] for name in many}
     around = {name: few[name] - per_layer.get(name, 0) for name in few}
-    print(f"launches of a layer: {sum(per_layer.values()):g}, around: {sum(around.values()):g}")
+    print(f"launches of a {'folded ' * folds}layer: {sum(per_layer.values()):g}, around: {sum(around.values()):g}")
     print({name: count for name, count in per_layer.items() if count})
     print({name: count for name, count in around.items() if count})
     assert per_layer["_tree_attention_kernel"] == 1  # it is being counted
-    assert sum(per_layer.values()) <= 10
+    assert not folds or per_layer["_few_rows_kernel"] == 4
+    assert sum(per_layer.values()) <= (7 if folds else 10)
     assert sum(around.values()) <= most
 
 
@@ -176,10 +92,9 @@ def ssm(target, tree):
     ("drafter", "most", "tree"),
     [(eagle, 12, (1, 1)), (eagle_of_some_tokens, 12, (2, 2)), (eagle_1, 12, (2, 2)), (ssm, 15, (2, 2))],
 )
-def test_launches_of_a_level(make_target, device, folded, drafter, most, tree):
+def test_launches_of_a_level(of_layers, folded, drafter, most, tree):
     """Of one more level of a tree, with the layer that is run, in forms that do what stands around them."""
-    target = make_target("llama", num_hidden_layers=1)
-    target = Target(copy.deepcopy(target.model).to(device), None, target.name, "")
+    target = of_layers(1)
     few, many = (step_launches(target, drafter(target, of)) for of in (tree, (*tree, 1)))
     level = {name: many[name] - few[name] for name in many if many[name] - few[name]}
     print(f"launches of a level: {sum(level.values())}")

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from bounds import assert_within, roundings_of_sum, sum_bound
+from cases import DTYPES
 
 from draftsmith.kernels.pair_input import pair_input, pair_input_reference
-
-# bfloat16 arithmetic is wrong in the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

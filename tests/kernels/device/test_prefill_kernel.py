@@ -1,7 +1,5 @@
 """Prompts in chunks through the tree attention kernel: a chunk is a chain of nodes behind the tokens before it."""
 
-import copy
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,19 +8,9 @@ from draftsmith.inference.engine import runner as runner_module
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.kernels import tree_attention as kernel_module
-from draftsmith.models.target import Target
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 SIZES = {True: ([70, 30], 66), False: ([23, 11], 18)}  # of prompts, of chunks; those with more than a word's bits
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it(poison):
-    """Deterministic algorithms are other ones."""
-    torch.use_deterministic_algorithms(False)
-
-
-def on(device, target, dtype=torch.float32):
-    return Target(copy.deepcopy(target.model).to(device, dtype), None, target.name, "")
 
 
 def prefill(target, lean, kernel, large):
@@ -55,11 +43,11 @@ WAYS = [("llama", True, 5), ("mistral", False, 5), ("gemma2", True, 2)]
 
 
 @pytest.mark.parametrize(("family", "lean", "items"), [*WAYS, pytest.param("gemma2", False, 2, marks=pytest.mark.slow)])
-def test_chunks_as_on_the_plain_path(make_target, device, monkeypatch, family, lean, items):
+def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean, items):
     """Windows of 8 tokens across the chunks' edge, soft caps, prompts that end in either chunk; with and without rows
     that are split."""
-    target = on(device, make_target(family, num_attention_heads=2, num_key_value_heads=1))
-    exact = prefill(on(device, target, torch.float64), False, kernel=False, large=items > 2)
+    target = on(make_target(family, num_attention_heads=2, num_key_value_heads=1))
+    exact = prefill(on(target, torch.float64), False, kernel=False, large=items > 2)
     plain = prefill(target, lean, kernel=False, large=items > 2)
     planned, tree_work = [], kernel_module.tree_work
 
@@ -94,11 +82,11 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("family", "lean"), [("llama", True), ("gemma2", False)])
-def test_neither_scores_nor_masks_are_kept(make_target, device, monkeypatch, family, lean):
+def test_neither_scores_nor_masks_are_kept(make_target, device, on, monkeypatch, family, lean):
     """T chunk tokens behind many others: nothing of T · S elements, let alone heads · T · S."""
     monkeypatch.setattr(kernel_module, "_tree_attention_op", kernel_module._tree_attention_cached)  # seen from inside
     fields = {"num_hidden_layers": 1} if family == "llama" else {}
-    target, chunk, start = on(device, make_target(family, max_position_embeddings=1024, **fields)), 40, 900
+    target, chunk, start = on(make_target(family, max_position_embeddings=1024, **fields)), 40, 900
     size = chunk * (start + chunk)
     largest = {}
     for kernel in (True, False):

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from bounds import assert_within, gamma, product_bound, rounded
+from cases import DTYPES, spread
 from torch.nn import functional as F
 
 from draftsmith.kernels import res_block as kernels
 from draftsmith.kernels.res_block import res_block, res_block_reference, res_block_tile
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-
-# The interpreter computes bfloat16 wrongly.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +36,7 @@ def launches(monkeypatch):
 @pytest.mark.parametrize(("heads", "rows", "width"), [(1, 1, 16), (3, 1, 200), (5, 17, 72), (2, 64, 33), (4, 3, 130)])
 def test_res_block(heads, rows, width, expanded, dtype, device, launches):
     torch.manual_seed(width)
-    padded = torch.full((1 if expanded else heads, rows + 1, width + 3), float("nan"), dtype=dtype)
-    padded[:, :rows, :width] = torch.randn(len(padded), rows, width).to(dtype)
-    x = padded.to(device)[:, :rows, :width].expand(heads, -1, -1)  # rows behind one another, not touching
+    x = spread(torch.randn(1 if expanded else heads, rows, width).to(dtype), device).expand(heads, -1, -1)
     stacked = torch.full((2, heads + 1, width, width), float("nan"), dtype=dtype)
     stacked[1, :heads] = (torch.randn(heads, width, width) * width**-0.5).to(dtype)
     weight, bias = stacked.to(device)[1, :heads], torch.randn(heads, 1, width).to(device, dtype)
@@ -101,6 +97,5 @@ def test_heads_use_it_in_inference(device, launches):
             wanted = heads.features(hidden, count)
         assert len(launches) == (0 if count == 0 else 2) and wanted.requires_grad
         assert found.shape == wanted.shape == (4 if count is None else count, 3, 48)
-        torch.testing.assert_close(
-            found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max() if len(wanted) else 1)
-        )
+        largest = float(wanted.abs().max()) if len(wanted) else 1
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * largest)

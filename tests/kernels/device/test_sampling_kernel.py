@@ -1,10 +1,9 @@
 """Uniforms bit for bit; the distribution that the kernel's numbers describe, beside the definition's."""
 
-import itertools
-
 import pytest
 import torch
 from bounds import gamma
+from cases import sampling_parameters
 from draws import occurs
 
 from draftsmith.kernels.sampling import (
@@ -14,17 +13,6 @@ from draftsmith.kernels.sampling import (
     philox_uniforms_reference,
 )
 from draftsmith.kernels.verify import acceptances_reference
-
-TEMPERATURES, TOP_P, MIN_P = [1.0, 0.0, 0.4, 2.5], [1.0, 0.95, 0.6, 1e-6], [0.0, 0.03, 0.4]
-
-
-def parameters(rows, vocabulary, first=0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of a list of all combinations, in a mixed order, from number ``first`` on; k from 1 to beyond V."""
-    top_k = [0, 1, 3, min(20, vocabulary - 1), vocabulary, 2**31]
-    every = list(itertools.product(TEMPERATURES, top_k, TOP_P, MIN_P))  # 288
-    chosen = [every[(first + row) * 103 % len(every)] for row in range(rows)]
-    temperature, k, top_p, min_p = (torch.tensor(column) for column in zip(*chosen, strict=True))
-    return temperature, k, top_p, min_p
 
 
 def described(logits, scalars, best):
@@ -83,7 +71,7 @@ def test_distribution(device, rows, nodes, vocabulary, block, dtype):
     logits = torch.randn(rows, nodes, vocabulary) * 2 + torch.randn(rows, 1, 1) * 10
     logits[torch.rand(logits.shape) < 0.1] = -torch.inf
     logits = (logits * 2).round().div(2).half() if dtype == torch.float16 else logits.to(dtype)
-    p = check(device, logits, *parameters(rows, vocabulary, first=rows), block=block)
+    p = check(device, logits, *sampling_parameters(rows, vocabulary, first=rows), block=block)
     kept = (p > 0).sum(-1)
     assert rows < 40 or (int(kept.min()) == 1 and len(set(kept.flatten().tolist())) > 5)
 
@@ -153,11 +141,11 @@ def test_acceptances_of_one_hot_draws(device, block):
     child = torch.randint(-1, nodes, (rows, nodes, draws + 1))
     child[:, 1] = -1
     child = torch.where(torch.arange(draws + 1) < torch.randint(1, 11, (rows, nodes, 1)), child, -1)[..., :draws]
-    settings = parameters(rows, vocabulary, 7)
+    settings = sampling_parameters(rows, vocabulary, 7)
     logits[3, 2, 5] = torch.nan
-    moved = (logits.to(device), *(part.to(device) for part in settings))
-    draws_there = {"tokens": tokens.to(device), "child": child.to(device)}
-    scalars, _, found = distribution_scalars(*moved, uses=(True, True, True), **draws_there, block=block)
+    moved = [part.to(device) for part in (logits, *settings)]
+    draws = {"tokens": tokens.to(device), "child": child.to(device)}
+    scalars, _, found = distribution_scalars(*moved, uses=(True, True, True), **draws, block=block)
     p = distribution_reference(logits, *settings)
     zeros = torch.zeros_like(child)
     wanted, _ = acceptances_reference(p.double(), tokens, child, zeros, zeros, None)
@@ -178,7 +166,7 @@ def test_rows_that_are_not_finite(device):
     logits = torch.randn(6, 2, 20)
     logits[0, 1, 19], logits[1, 0, 0], logits[2, 1] = torch.nan, torch.inf, -torch.inf
     logits[3, 0, 1:], logits[4, 1, 3] = -torch.inf, -torch.inf
-    settings = parameters(6, 20, 40)
+    settings = sampling_parameters(6, 20, 40)
     wanted = distribution_reference(logits, *settings)
     moved = (logits.to(device), *(part.to(device) for part in settings))
     scalars, best, _ = distribution_scalars(*moved, uses=(True, True, True), block=16)

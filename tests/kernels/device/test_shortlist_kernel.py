@@ -3,8 +3,8 @@
 import pytest
 import torch
 from bounds import assert_within, product_bound
+from cases import DTYPES, in_a_graph, spread
 
-from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
     shortlist_logits,
@@ -13,20 +13,11 @@ from draftsmith.kernels.shortlist_linear import (
     shortlist_topk_reference,
 )
 
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-
 
 def random_rows(texts, capacity, sizes, clusters, device):
     """Shortlists of texts with random scores."""
     starts = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], device=device)
     return pack_shortlist(torch.rand(texts, len(sizes)).to(device), starts, clusters, capacity)
-
-
-def spread(tensor, device):
-    """The same values, with NaN behind each row."""
-    padded = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan"), dtype=tensor.dtype)
-    padded[..., : tensor.shape[-1]] = tensor
-    return padded.to(device)[..., : tensor.shape[-1]]
 
 
 SHAPES = [  # texts, nodes, width, sizes of the clusters, clusters wanted, capacity, tokens
@@ -147,29 +138,10 @@ def test_replayed(device):
 
     def step():
         rows, count, dropped = pack_shortlist(scores, starts, 3, 130)
-        return (
-            rows,
-            count,
-            dropped,
-            shortlist_logits(features, weight, rows),
-            *shortlist_topk(features, weight, rows, ids, 6),
-        )
+        logits, best = shortlist_logits(features, weight, rows), shortlist_topk(features, weight, rows, ids, 6)
+        return (rows, count, dropped, logits, *best)
 
-    run, results = step, step()
-    if device.type == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with no_collection(), torch.cuda.graph(graph):
-            captured = step()
-
-        def run():
-            graph.replay()
-            return captured
-
+    results, run = step(), in_a_graph(step, device)
     before = [part.clone() for part in results]
     assert all(torch.equal(part, again) for part, again in zip(before, run(), strict=True))
     scores.copy_(torch.rand(2, 6))

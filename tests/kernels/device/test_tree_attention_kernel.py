@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from bounds import assert_within, attention_bound, gamma
+from cases import DTYPES, depths, random_parents, walk
 
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import tree_attention as kernel_module
@@ -18,22 +19,6 @@ from draftsmith.kernels.tree_attention import (
     tree_work_reference,
 )
 
-# bfloat16 arithmetic is wrong in the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-
-
-def random_parents(nodes, rng):
-    """Parents first; long paths in one half of the trees, so that the bits of one node lie in several words."""
-    reach = rng.choice([3, nodes])
-    return [-1] + [rng.randrange(max(0, node - reach), node) for node in range(1, nodes)]
-
-
-def walk(parent, node):
-    path = [node]
-    while parent[path[-1]] >= 0:
-        path.append(parent[path[-1]])
-    return path
-
 
 def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, window=0, softcap=None, bare=False):
     """One comparison with float64, within the bound of rounding errors.
@@ -43,16 +28,15 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
     rng = random.Random(repr((lengths, tree, queries, kv_heads, group, width, extra, window, softcap)))
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     rows, capacity = len(lengths), max(lengths) + tree + 5
-    parents = [random_parents(tree, rng) for _ in lengths]
+    parents = [random_parents(tree, rng.choice([3, tree]), rng) for _ in lengths]
     asking = [sorted(rng.sample(range(tree), queries)) for _ in lengths]  # which nodes ask
     q = 3 * torch.randn(rows, queries, kv_heads * group, width, generator=generator).to(dtype).transpose(1, 2)
     # One layer of a cache of two, as the engine has it; the other layer and the free slots are poison.
     cache = torch.full((2, 2, rows, kv_heads, capacity, width), float("nan"), dtype=dtype)
     seen, sets = [], []
     for row, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-        cache[1, :, row, :, : length + tree] = torch.randn(2, kv_heads, length + tree, width, generator=generator).to(
-            dtype
-        )
+        used = torch.randn(2, kv_heads, length + tree, width, generator=generator)
+        cache[1, :, row, :, : length + tree] = used.to(dtype)
         all_sets = bitsets(parent)
         visible = torch.zeros(queries, length + tree, dtype=torch.bool)
         for place, node in enumerate(asking[row]):
@@ -66,24 +50,13 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
                 visible[place, length + above] = not window or length + len(walk(parent, above)) - 1 > position - window
         seen.append(visible)
         sets.append(all_sets[asking[row]])
-    key_depth = torch.tensor([[len(walk(parent, node)) - 1 for node in range(tree)] for parent in parents]).int()
+    key_depth = torch.stack([depths(parent) for parent in parents])
     depth = key_depth.gather(1, torch.tensor(asking))
     cache, q = cache.to(device), q.to(device)
     k, v = cache[1]
     scale = width**-0.5
-    arguments = (
-        q,
-        k,
-        v,
-        torch.tensor(lengths, device=device),
-        torch.stack(sets).to(device),
-        tree,
-        scale,
-        depth.to(device),
-        key_depth.to(device),
-        window,
-        softcap,
-    )
+    there = [part.to(device) for part in (torch.tensor(lengths), torch.stack(sets), depth, key_depth)]
+    arguments = (q, k, v, *there[:2], tree, scale, *there[2:], window, softcap)
     longer = rng.choice((0, 1, 70))  # a plan also serves passes of shorter prefixes and fewer tree keys
     work = tree_work(arguments[3] + longer, tree + longer, rows + extra, window, 1)
     assert longer or extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
@@ -91,9 +64,8 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
     assert out.shape == q.shape and out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     for row, length in enumerate(lengths):
         used = slice(length + tree)
-        assert_within(
-            out[row], *attention_bound(q[row], k[row, :, used], v[row, :, used], seen[row], scale, softcap, dtype)
-        )
+        exact = attention_bound(q[row], k[row, :, used], v[row, :, used], seen[row], scale, softcap, dtype)
+        assert_within(out[row], *exact)
 
 
 SIZES = [  # tree, key/value heads, group, width, items beyond one for each row
@@ -174,7 +146,7 @@ def test_shared_tree_and_default_items(device, given):
     """One tree for all rows, expanded and not copied; a large cache, of which little is in use. The plan of the pass,
     if its window is among those given."""
     torch.manual_seed(0)
-    parent = random_parents(20, random.Random(1))
+    parent = random_parents(20, 3, random.Random(1))
     lengths = torch.tensor([3, 400], device=device)
     k, v = torch.full((2, 2, 1, 2048, 16), float("nan"), device=device)
     for cache in (k, v):
@@ -182,7 +154,7 @@ def test_shared_tree_and_default_items(device, given):
             cache[row, :, : length + 20] = torch.randn(1, length + 20, 16)
     q = torch.randn(2, 1, 20, 16).to(device)
     sets = bitsets(parent).to(device)[None].expand(2, -1, -1)
-    depth = torch.tensor([len(walk(parent, node)) - 1 for node in range(20)], device=device)[None].expand(2, -1)
+    depth = depths(parent).to(device)[None].expand(2, -1)
     default = attention_items(2, 20, 1, 1, 16, 2048, torch.float32, device)
     assert default > 2 + 2 and max(tree_work(lengths, 20, default).count.tolist()) > 1, "a row is split"
     for window in (0, 100):

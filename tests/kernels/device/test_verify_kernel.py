@@ -1,5 +1,6 @@
 """The same logits, parameters, draws and uniforms into the kernels and into the reference, compared token for token."""
 
+import collections
 import itertools
 import random
 from types import SimpleNamespace
@@ -8,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from draws import occurs
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from launches import Launches
 
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
 from draftsmith.inference.verify.verify import Verifier
-from draftsmith.kernels import sampling as sampling_kernels
-from draftsmith.kernels import verify as verify_kernels
 from draftsmith.kernels.sampling import distribution_reference
 from draftsmith.kernels.verify import (
     IID,
@@ -27,6 +26,9 @@ from draftsmith.kernels.verify import (
     widened,
 )
 
+Inputs = collections.namedtuple(
+    "Inputs", "logits temperature top_k top_p min_p tokens child kind q_row q uniforms bonus_uniform max_depth ids uses"
+)
 NEAR = 1e-5  # a uniform so close to a border may fall on either side of it
 
 
@@ -63,14 +65,10 @@ def random_rows(rng, rows, nodes, most, size, num_q, kinds, ids=None):
             mixed = 0.6 * base + 0.4 * random_distribution(rng, size, rng.random() < 0.5)
             p[row, node] = mixed / mixed.sum()
         for source in range(max(num_q, 1)):
-            choice = rng.random()
-            q[row, source] = (
-                base
-                if choice < 0.5
-                else p[row, rng.randrange(nodes)]
-                if choice < 0.7
-                else random_distribution(rng, size, False)
-            )
+            q[row, source], choice = base, rng.random()
+            if choice >= 0.5:
+                near = choice < 0.7
+                q[row, source] = p[row, rng.randrange(nodes)] if near else random_distribution(rng, size, False)
             if ids is not None:
                 kept = ids[row % len(ids), source % ids.shape[1]]
                 kept = kept[kept >= 0]
@@ -124,84 +122,59 @@ def random_parameters(rng, rows, size):
     return temperature, top_k, top_p, min_p, (True, True, True)
 
 
-def logits_of(p, temperature, rng, dtype=torch.float32):
+def logits_of(p, rng, dtype):
     """Logits of these distributions at temperature 1 (any other sharpens or flattens them); −∞ where p is 0."""
     shift = torch.tensor([rng.uniform(-20, 20) for _ in range(len(p))])[:, None, None]
     logits = (p.log() + shift).to(dtype)
     return (logits * 4).round() / 4 if dtype == torch.float16 else logits  # in 16 bits many tie
 
 
-def explained(inputs, row, path, length):
+def there(device, inputs):
+    """The inputs where the kernels run."""
+    return [part.to(device) if isinstance(part, torch.Tensor) else part for part in inputs]
+
+
+def explained(i, row, path, length):
     """Whether some uniform of the walk, the last one, or a cut lies at a border."""
-    logits, temperature, top_k, top_p, min_p, tokens, child, kind, q_row, q, uniforms, bonus_uniform = inputs[:12]
-    ids, uses = inputs[13:]
-    p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
-    q = None if q is None else q.double()
-    acceptance, residual = acceptances_reference(p.double(), tokens, child, kind, q_row, q, ids)
+    p = distribution_reference(i.logits, i.temperature, i.top_k, i.top_p, i.min_p, i.uses)
+    q = None if i.q is None else i.q.double()
+    acceptance, residual = acceptances_reference(p.double(), i.tokens, i.child, i.kind, i.q_row, q, i.ids)
     nodes = path[row, : length[row] + 1]
-    if acceptance.shape[-1] and float((uniforms[row, nodes] - acceptance[row, nodes]).abs().min()) < NEAR:
+    if acceptance.shape[-1] and float((i.uniforms[row, nodes] - acceptance[row, nodes]).abs().min()) < NEAR:
         return True
     sums = residual[row, nodes[-1]].cumsum(-1)
-    if float((sums / sums[-1] - bonus_uniform[row]).abs().min()) < NEAR:
+    if float((sums / sums[-1] - i.bonus_uniform[row]).abs().min()) < NEAR:
         return True
     kept = []
     for factor in (1 - NEAR, 1 + NEAR):
-        moved = torch.where(top_p < 1, top_p * factor, top_p)
-        kept.append(distribution_reference(logits, temperature, top_k, moved, min_p * factor, uses)[row, nodes] > 0)
+        top_p = torch.where(i.top_p < 1, i.top_p * factor, i.top_p)
+        p = distribution_reference(i.logits, i.temperature, i.top_k, top_p, i.min_p * factor, i.uses)
+        kept.append(p[row, nodes] > 0)
     return not torch.equal(*kept)
 
 
-def compare(
-    device,
-    rng,
-    rows,
-    nodes,
-    most,
-    size,
-    num_q,
-    kinds,
-    block,
-    bonus_uniform=None,
-    ids=None,
-    parameters=None,
-    dtype=torch.float32,
-):
-    """Returns how many rows differed, each within rounding of a border, and the accepted lengths."""
-    p, tokens, child, kind, q_row, q, deepest = random_rows(rng, rows, nodes, most, size, num_q, kinds, ids)
-    temperature, top_k, top_p, min_p, uses = parameters or plain_parameters(rows)
-    logits = logits_of(p, temperature, rng, dtype)
+def compare(device, rng, shape, bonus_uniform=None, ids=None, parameters=None, dtype=torch.float32):
+    """``shape``: arguments of random_rows, and the block. Returns the accepted lengths; at most one row differs, within
+    rounding of a border."""
+    rows, nodes, most, *others, block = shape
+    p, *draws, deepest = random_rows(rng, rows, nodes, most, *others, ids)
+    *values, uses = parameters or plain_parameters(rows)
+    logits = logits_of(p, rng, dtype)
     generator = torch.Generator().manual_seed(rng.randrange(1 << 32))
     uniforms = torch.rand(rows, nodes, most, generator=generator)
     if bonus_uniform is None:
         bonus_uniform = torch.rand(rows, 3, generator=generator)[:, -1]  # a column, as the engine's is
-    inputs = (
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        tokens,
-        child,
-        kind,
-        q_row,
-        q,
-        uniforms,
-        bonus_uniform,
-        deepest,
-        ids,
-        uses,
-    )
+    inputs = Inputs(logits, *values, *draws, uniforms, bonus_uniform, deepest, ids, uses)
     wanted = verify_logits_reference(*inputs)
-    there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs]
-    got = [x.cpu() for x in verify_logits(*there, block=block)]
+    got = [x.cpu() for x in verify_logits(*there(device, inputs), block=block)]
     assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in zip(got, wanted, strict=True))
     same = torch.stack([(a == b).reshape(rows, -1).all(1) for a, b in zip(got, wanted, strict=True)]).all(0)
     for row in (~same).nonzero()[:, 0].tolist():
         assert explained(inputs, row, wanted[0], wanted[1]), (row, got, wanted)
-    p = distribution_reference(logits, temperature, top_k, top_p, min_p, uses)
+    p = distribution_reference(logits, *values, uses)
     assert (p[torch.arange(rows), got[2], got[3]] > 0).all()  # what has probability 0 never comes
-    assert got[4].all()
-    return int((~same).sum()), wanted[1].tolist()
+    assert got[4].all() and int((~same).sum()) <= 1 and len(wanted[1]) == rows
+    return wanted[1].tolist()
 
 
 ANY = [ONE_HOT, IID, WITHOUT_REPLACEMENT]
@@ -212,46 +185,46 @@ seeds = pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.sl
 
 @seeds
 @pytest.mark.parametrize(
-    ("rows", "nodes", "most", "size", "num_q", "kinds", "block"),
+    ("shape", "longest"),  # rows, nodes, draws of a node, tokens, distributions, kinds of draws; block
     [
-        (20, 4, 3, 7, 2, ANY, 8),
-        (6, 4, 4, 33, 2, ANY, 16),
-        (6, 4, 3, 70, 3, ANY, 0),
-        (10, 4, 5, 20, 2, [IID], 32),
-        (10, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16),
-        (20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16),
+        ((20, 4, 3, 7, 2, ANY, 8), 2),
+        ((6, 4, 4, 33, 2, ANY, 16), 1),
+        ((6, 4, 3, 70, 3, ANY, 0), 1),
+        ((10, 4, 5, 20, 2, [IID], 32), 1),
+        ((10, 4, 5, 13, 1, [WITHOUT_REPLACEMENT], 16), 1),
+        ((20, 3, 1, 16, 1, [IID, WITHOUT_REPLACEMENT], 16), 2),
+        ((40, 4, 3, 5, 0, [ONE_HOT], 8), 2),
+        ((8, 5, 10, 40, 0, [ONE_HOT], 16), 1),
+        ((12, 3, 4, 70, 0, [ONE_HOT], 0), 1),
+        ((8, 1, 0, 70, 0, [ONE_HOT], 32), 0),
     ],
 )
-def test_replay(device, seed, rows, nodes, most, size, num_q, kinds, block):
-    """Draws of every kind; vocabularies below, at and above a block's size."""
-    differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, num_q, kinds, block)
-    assert differed <= 1 and len(lengths) == rows
-    occurs(set(range(3 if rows == 20 else 2)) <= set(lengths))
+def test_replay(device, seed, shape, longest):
+    """Draws of every kind, draws that are all one-hot, two of a node often the same token, and none at all, as in plain
+    decoding; vocabularies below, at and above a block's size."""
+    lengths = compare(device, random.Random(seed), shape)
+    occurs(set(range(longest + 1)) <= set(lengths))
 
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows",), ("num_q",), ("rows", "num_q")], ids="-".join)
 @pytest.mark.parametrize(
-    ("rows", "nodes", "most", "size", "reduced", "num_q", "kinds", "block"),
-    [(12, 3, 2, 7, 3, 2, ANY, 8), (4, 3, 3, 33, 17, 2, ANY, 64), (4, 3, 3, 13, 5, 2, [WITHOUT_REPLACEMENT], 16)],
+    ("shape", "reduced"),
+    [((12, 3, 2, 7, 2, ANY, 8), 3), ((4, 3, 3, 33, 2, ANY, 64), 17), ((4, 3, 3, 13, 2, [WITHOUT_REPLACEMENT], 16), 5)],
 )
-def test_replay_of_reduced_vocabularies(device, seed, rows, nodes, most, size, reduced, num_q, kinds, block, shared):
+def test_replay_of_reduced_vocabularies(device, seed, shape, reduced, shared):
     """Distributions over a subset of the target's tokens, and one-hot draws of any token."""
-    rng = random.Random(seed)
-    ids = random_ids(rng, rows, num_q, size, reduced, shared)
-    differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
-    assert differed <= 1 and len(lengths) == rows
+    rng, (rows, _, _, size, num_q, *_) = random.Random(seed), shape
+    lengths = compare(device, rng, shape, ids=random_ids(rng, rows, num_q, size, reduced, shared))
     occurs(rows < 10 or len(set(lengths)) > 1)
 
 
 @seeds
 @pytest.mark.parametrize("shared", [(), ("rows", "num_q")], ids="-".join)
-@pytest.mark.parametrize(
-    ("rows", "nodes", "most", "size", "num_q", "kinds", "block"), [(10, 3, 2, 7, 3, ANY, 8), (6, 3, 3, 33, 2, ANY, 64)]
-)
-def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, num_q, kinds, block, shared):
+@pytest.mark.parametrize("shape", [(10, 3, 2, 7, 3, ANY, 8), (6, 3, 3, 33, 2, ANY, 64)])
+def test_replay_of_padded_vocabularies(device, seed, shape, shared):
     """Vocabularies of different lengths, padded with −1: equal to the distributions over the target's tokens."""
-    rng = random.Random(seed)
+    rng, (rows, _, _, size, num_q, *_) = random.Random(seed), shape
     ids = random_ids(rng, rows, num_q, size, size - 1, shared)
     for of_q in ids.flatten(0, 1):
         of_q[rng.randint(2, size - 1) :] = -1
@@ -263,8 +236,7 @@ def test_replay_of_padded_vocabularies(device, seed, rows, nodes, most, size, nu
         assert entries[row % len(ids), source % ids.shape[1]].tolist() == right
         values = [float(wide[row, source, token]) if token in kept else 0.0 for token in range(size)]
         assert widened(reduced, ids, size)[row, source].tolist() == values
-    differed, lengths = compare(device, rng, rows, nodes, most, size, num_q, kinds, block, ids=ids)
-    assert differed <= 1
+    lengths = compare(device, rng, shape, ids=ids)
     occurs(rows < 10 or len(set(lengths)) > 1)
 
 
@@ -280,8 +252,7 @@ def test_a_draw_outside_the_reduced_vocabulary(device):
     uniforms = (torch.stack([number, number * 7 % rows], 1)[:, None] / rows + 1e-3).repeat(1, 3, 1)
     *parameters, uses = plain_parameters(rows)
     inputs = (logits, *parameters, tokens, child, kind, torch.zeros_like(child), q, uniforms, number / rows)
-    there = [x.to(device) for x in inputs]
-    found = verify_logits(*there, max_depth=1, ids=ids.to(device), uses=uses, block=4)
+    found = verify_logits(*there(device, inputs), max_depth=1, ids=ids.to(device), uses=uses, block=4)
     _, length, node, bonus, _ = (x.cpu() for x in found)
     first, second = uniforms[:, 0, 0] < 0.3, uniforms[:, 0, 1] < 4 / 7 / 0.8
     assert torch.equal(node, torch.where(first, 1, torch.where(second, 2, 0)))
@@ -291,37 +262,23 @@ def test_a_draw_outside_the_reduced_vocabulary(device):
 
 @seeds
 @pytest.mark.parametrize(
-    ("rows", "nodes", "most", "size", "block", "longest"),
-    [(40, 4, 3, 5, 8, 2), (8, 5, 10, 40, 16, 1), (12, 3, 4, 70, 0, 1)],
-)
-def test_replay_of_one_hot_draws(device, seed, rows, nodes, most, size, block, longest):
-    """Draws that are all one-hot, two draws of a node often the same token."""
-    differed, lengths = compare(device, random.Random(seed), rows, nodes, most, size, 0, [ONE_HOT], block)
-    assert differed <= 1 and len(lengths) == rows
-    occurs(set(range(longest + 1)) <= set(lengths))
-
-
-@seeds
-@pytest.mark.parametrize(
-    ("rows", "nodes", "most", "size", "num_q", "kinds", "block", "dtype"),
+    ("shape", "dtype"),
     [
-        (24, 2, 2, 8, 0, [ONE_HOT], 8, torch.float16),
-        (10, 3, 3, 33, 0, [ONE_HOT], 64, torch.float32),
-        (10, 3, 3, 9, 2, ANY, 16, torch.float16),
-        (3, 2, 2, 1000, 0, [ONE_HOT], 512, torch.float32),
-        (3, 2, 2, 5003, 1, ANY, 0, torch.float16),
-        (2, 2, 1, 33, 1, [IID], 8, torch.float32),
+        ((24, 2, 2, 8, 0, [ONE_HOT], 8), torch.float16),
+        ((10, 3, 3, 33, 0, [ONE_HOT], 64), torch.float32),
+        ((10, 3, 3, 9, 2, ANY, 16), torch.float16),
+        ((3, 2, 2, 1000, 0, [ONE_HOT], 512), torch.float32),
+        ((3, 2, 2, 5003, 1, ANY, 0), torch.float16),
+        ((2, 2, 1, 33, 1, [IID], 8), torch.float32),
     ],
 )
-def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, kinds, block, dtype):
+def test_replay_with_parameters(device, seed, shape, dtype):
     """Rows of temperature 0 beside others, top-k, top-p and min-p; in float16 most of the logits tie."""
+    rows, _, _, size, *_ = shape
     rng = random.Random(seed + size)
     parameters = random_parameters(rng, rows, size)
     occurs(rows < 20 or len(set(zip(*(part.tolist() for part in parameters[:4]), strict=True))) > 15)
-    differed, lengths = compare(
-        device, rng, rows, nodes, most, size, num_q, kinds, block, parameters=parameters, dtype=dtype
-    )
-    assert differed <= 1
+    lengths = compare(device, rng, shape, parameters=parameters, dtype=dtype)
     occurs(rows < 20 or len(set(lengths)) > 1)
 
 
@@ -329,7 +286,7 @@ def test_replay_with_parameters(device, seed, rows, nodes, most, size, num_q, ki
 @pytest.mark.parametrize("num_q", [0, 2])
 def test_bonus_uniforms_at_both_ends_of_their_range(device, last, num_q):
     kinds = ANY if num_q else [ONE_HOT]
-    compare(device, random.Random(2), 8, 2, 2, 20, num_q, kinds, 16, torch.full((8,), last))
+    compare(device, random.Random(2), (8, 2, 2, 20, num_q, kinds, 16), torch.full((8,), last))
 
 
 def test_impossible_tokens_are_never_drawn(device):
@@ -339,16 +296,9 @@ def test_impossible_tokens_are_never_drawn(device):
     logits[..., [9, 21]] = 3.0
     *parameters, uses = plain_parameters(4)
     none = torch.zeros(4, 1, 0, dtype=torch.int64)
-    there = (logits, *parameters, none[..., 0:0].sum(-1), none, none, none, None, none, uniforms)
-    moved: list[Any] = [x if x is None else x.to(device) for x in there]
+    inputs = (logits, *parameters, none[..., 0:0].sum(-1), none, none, none, None, none, uniforms)
     for block in (8, 64):
-        assert verify_logits(*moved, max_depth=0, uses=uses, block=block)[3].tolist() == [9, 21, 21, 21]
-
-
-def test_no_draws(device):
-    """Plain decoding: a lone root, no draws at all."""
-    differed, lengths = compare(device, random.Random(3), 8, 1, 0, 70, 0, [ONE_HOT], 32)
-    assert differed <= 1 and set(lengths) == {0}
+        assert verify_logits(*there(device, inputs), max_depth=0, uses=uses, block=block)[3].tolist() == [9, 21, 21, 21]
 
 
 def test_a_draft_from_the_target_distribution_is_always_accepted(device):
@@ -363,8 +313,8 @@ def test_a_draft_from_the_target_distribution_is_always_accepted(device):
     kind, q_row = torch.full_like(child, IID), torch.zeros_like(child)
     uniforms = torch.where(torch.arange(rows) < 5, 1 - 2**-24, 1 - 1e-5)[:, None, None].expand(-1, 2, 1)
     *parameters, uses = plain_parameters(rows)
-    there = [x.to(device) for x in (p.log(), *parameters, tokens, child, kind, q_row, q, uniforms, torch.rand(rows))]
-    path, length, node, _, _ = verify_logits(*there, max_depth=1, uses=uses, block=32)
+    inputs = (p.log(), *parameters, tokens, child, kind, q_row, q, uniforms, torch.rand(rows))
+    path, length, node, _, _ = verify_logits(*there(device, inputs), max_depth=1, uses=uses, block=32)
     assert length.tolist() == node.tolist() == [1] * rows and path.tolist() == [[0, 1]] * rows
 
 
@@ -373,34 +323,17 @@ def test_logits_that_are_not_finite(device, num_q):
     """NaN, +∞, or nothing but −∞ at one node: the walks are the reference's, ``finite`` tells whether they met it, and
     the bonus token is a token."""
     rng, rows, size = random.Random(4), 12, 20
-    p, tokens, child, kind, q_row, q, depth = random_rows(rng, rows, 3, 2, size, num_q, ANY if num_q else [ONE_HOT])
-    temperature, top_k, top_p, min_p, uses = random_parameters(rng, rows, size)
+    p, *draws, depth = random_rows(rng, rows, 3, 2, size, num_q, ANY if num_q else [ONE_HOT])
+    *parameters, uses = random_parameters(rng, rows, size)
     logits = p.log()
     bad = torch.tensor([rng.randrange(3) for _ in range(rows)])
     for row in range(rows):
         value = (torch.nan, torch.inf, -torch.inf)[row % 3]
         where = slice(None) if row % 3 == 2 else rng.randrange(size)
         logits[row, bad[row], where] = value
-    arguments = (
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        tokens,
-        child,
-        kind,
-        q_row,
-        q,
-        torch.rand(rows, 3, 2),
-        torch.rand(rows),
-        depth,
-        None,
-        uses,
-    )
-    theirs = verify_logits_reference(*arguments)
-    there: list[Any] = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
-    ours = [x.cpu() for x in verify_logits(*there, block=32)]
+    inputs = Inputs(logits, *parameters, *draws, torch.rand(rows, 3, 2), torch.rand(rows), depth, None, uses)
+    theirs = verify_logits_reference(*inputs)
+    ours = [x.cpu() for x in verify_logits(*there(device, inputs), block=32)]
     met = (ours[0] == bad[:, None]) & (torch.arange(depth + 1) <= ours[1][:, None])
     for mine, other in zip(ours[:3], theirs[:3], strict=True):
         assert torch.equal(mine, other)
@@ -408,41 +341,6 @@ def test_logits_that_are_not_finite(device, num_q):
     occurs(2 < int(ours[4].sum()) < rows - 2)
     assert int(ours[3].min()) >= 0 and int(ours[3].max()) < size
     assert torch.equal(ours[3][ours[4]], theirs[3][ours[4]])
-
-
-class Operations(TorchDispatchMode):
-    """Names of PyTorch's operations but views and allocations, which launch nothing."""
-
-    FREE = {"view", "slice", "select", "unsqueeze", "expand", "as_strided", "unbind", "detach", "alias", "empty"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") not in self.FREE:
-            self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def count_launches(monkeypatch, names):
-    """Append the name of each kernel launched from now on."""
-
-    class Counted:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **named):
-                names.append(self.name)
-                with _disable_current_modes():  # the interpreter's copies are no operations of the caller
-                    return self.kernel[grid](*arguments, **named)
-
-            return launch
-
-    for module in (sampling_kernels, verify_kernels):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Counted(name, getattr(module, name)))
 
 
 def test_multi_step_sampling_takes_five_launches(device, monkeypatch):
@@ -461,18 +359,21 @@ def test_multi_step_sampling_takes_five_launches(device, monkeypatch):
     tree = shape.fill(logits.argmax(-1)[:, [0, 0, 1, 1, 0]].contiguous())
     assert tree.mask is not None
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-    with monkeypatch.context() as patch:
-        launched: list[str] = []
-        count_launches(patch, launched)
-        with Operations() as operations:
-            first = fast.first_tokens(logits[:, 0], slice(0, rows), lengths)
-        assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
-        assert operations.names == ["aten::where"] or operations.names == ["aten::scalar_tensor", "aten::where"]
-        launched.clear()
-        with Operations() as operations:
-            verdict = fast.verify(tree, tree.mask, logits, 2)
-        assert launched == ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
-        assert operations.names == ["aten::add_"]
+    kernels = ["_philox_kernel", "_distribution_kernel", "_walk_kernel", "_draw_kernel"]
+
+    def counted(run, *arguments):
+        """Result and PyTorch's operations; the kernels are those above, once each, in their order."""
+        launches = Launches()
+        with launches.counting():
+            result = run(*arguments)
+        assert [name for name in launches.seen if name.endswith("_kernel")] == kernels
+        assert set(launches.seen.values()) == {1}
+        return result, set(launches.seen) - set(kernels)
+
+    first, operations = counted(fast.first_tokens, logits[:, 0], slice(0, rows), lengths)
+    assert {"where"} <= operations <= {"where", "scalar_tensor"}
+    verdict, operations = counted(fast.verify, tree, tree.mask, logits, 2)
+    assert operations == {"add_"}
     with monkeypatch.context() as patch:
         for module in ("verify", "sampling"):
             patch.setattr(f"draftsmith.kernels.{module}.why_not_triton", lambda tensor: "left out")
