@@ -12,7 +12,7 @@ text differs. τ is the committed tokens of a step, the bonus token included.
 import argparse
 from typing import Any
 
-from draftsmith.benchmarks.options import check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.models.options import choose_device
@@ -26,14 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, metavar="FOLDER", help="a folder or a Hub id")
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
     prompts_option(parser)
-    parser.add_argument(
-        "--expansion",
-        type=int,
-        nargs="+",
-        default=[1, 1, 1, 1],
-        metavar="K",
-        help="children of each node, by depth (default: a chain of four)",
-    )
+    list_option(parser, "--expansion", [1, 1, 1, 1], "K", "children of each node, by depth (default: a chain of four)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="rounds over all prompts (default 1)")
     parser.add_argument(

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names
@@ -23,13 +23,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T", help="(%(default)s)"
-    )
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="(%(default)s)")
-    parser.add_argument(
-        "--fixed", type=int, nargs="+", default=[], metavar="N", help="sizes of trees, without the root"
-    )
+    list_option(parser, "--temperatures", [0.0, 0.7, 1.0], "T", kind=float)
+    list_option(parser, "--batch-sizes", [1, 8, 32], "B")
+    list_option(parser, "--fixed", [], "N", "sizes of trees, without the root")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens of every answer (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each group of prompts (%(default)s)")
     machine_options(parser, "of the target's weights")

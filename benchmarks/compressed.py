@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.drafters.names import SELECTORS, check_names
 from draftsmith.models.stored import known_folder
@@ -31,20 +31,15 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("what", choices=["acceptance", "speed", "selection"], help="what to measure")
     parser.add_argument("target", help="as for decode.py --target")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], metavar="S", help="(%(default)s)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], metavar="B", help="of speeds (%(default)s)")
-    parser.add_argument("--entries", type=int, nargs="+", default=[64, 256], metavar="K", help="(%(default)s)")
+    list_option(parser, "--contexts", [1024], "S")
+    list_option(parser, "--batch-sizes", [1], "B", "of speeds (%(default)s)")
+    list_option(parser, "--entries", [64, 256], "K")
     parser.add_argument(
         "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
     )
-    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="tokens a step (%(default)s)")
-    parser.add_argument(
-        "--drafters",
-        nargs="+",
-        default=[],
-        metavar="DRAFTER",
-        help="others to compare speeds with, as for decode.py: draft models and ngram",
-    )
+    list_option(parser, "--drafts", [4], "N", "tokens a step (%(default)s)")
+    others = "others to compare speeds with, as for decode.py: draft models and ngram"
+    list_option(parser, "--drafters", [], "DRAFTER", others, str)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="(%(default)s)")
     parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text (%(default)s)")

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names
@@ -28,12 +28,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="drafter folders, or draft_model:PATH")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0], metavar="T", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--expansion", type=int, nargs="+", default=[3, 2, 1, 1], metavar="K", help="children by depth (%(default)s)"
-    )
+    list_option(parser, "--temperatures", [0.0, 0.3, 0.7, 1.0], "T", kind=float)
+    list_option(parser, "--expansion", [3, 2, 1, 1], "K", "children by depth (%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of all methods (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at a time (%(default)s)")

@@ -30,7 +30,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -48,40 +48,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type ssm for the same target")
     prompts_option(parser)
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[8, 16, 24], metavar="N", help="of the merged tree, root included"
-    )
-    parser.add_argument(
-        "--expansion",
-        type=int,
-        nargs="+",
-        default=[4, 2, 2, 1, 1],
-        metavar="K",
-        help="children of each node that an SSM drafts, by depth (default 4 2 2 1 1)",
-    )
+    list_option(parser, "--nodes", [8, 16, 24], "N", "of the merged tree, root included")
+    children = "children of each node that an SSM drafts, by depth (default 4 2 2 1 1)"
+    list_option(parser, "--expansion", [4, 2, 2, 1, 1], "K", children)
     parser.add_argument(
         "--match", type=int, metavar="M", help="tokens for coverage (default: what the first folder was marked by)"
     )
     parser.add_argument("--depth", type=int, default=8, metavar="K", help="of chains (default 8)")
     parser.add_argument("--sampling", type=float, metavar="T", help="also compare ways of sampling at temperature T")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="W", help="for --sampling")
-    parser.add_argument(
-        "--pattern",
-        nargs="+",
-        default=["w", "1", "1", "1"],
-        metavar="K",
-        help="expansion for --sampling, with a w for the width (default w 1 1 1)",
-    )
+    list_option(parser, "--widths", [1, 2, 3, 4, 5], "W", "for --sampling")
+    expansion = "expansion for --sampling, with a w for the width (default w 1 1 1)"
+    list_option(parser, "--pattern", ["w", "1", "1", "1"], "K", expansion, str)
     parser.add_argument("--seed", type=int, default=0, help="for --sampling")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at once (default 8)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
-        "in any case)",
-    )
+    end = "end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
+    parser.add_argument("--seconds", type=float, metavar="S", help=end + "in any case)")
     machine_options(parser, "of target and SSMs")
     return parser
 

@@ -42,7 +42,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, check_positive, machine_options, prompts_option
+from draftsmith.benchmarks.options import (
+    check_once,
+    check_options,
+    check_positive,
+    list_option,
+    machine_options,
+    prompts_option,
+)
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -58,39 +65,16 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
     prompts_option(parser)
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 8, 32],
-        metavar="ROWS",
-        help="requests decoded at once, at most (default 1 8 32)",
-    )
-    parser.add_argument(
-        "--loads",
-        type=float,
-        nargs="+",
-        default=[0.25, 0.5, 0.75, 1.0],
-        metavar="L",
-        help="arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)",
-    )
+    list_option(parser, "--batches", [1, 8, 32], "ROWS", "requests decoded at once, at most (default 1 8 32)")
+    rates = "arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)"
+    list_option(parser, "--loads", [0.25, 0.5, 0.75, 1.0], "L", rates, float)
     parser.add_argument(
         "--requests", type=int, metavar="N", help="of a measurement, at most (default: 4 for each row, 32 at least)"
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="a measurement's requests arrive within so long (default 30); what then waits has as long again",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=2,
-        metavar="R",
-        help="measurements of each method at each load, with other requests and arrivals each time (default 2)",
-    )
+    arrive = "a measurement's requests arrive within so long (default 30); what then waits has as long again"
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help=arrive)
+    rounds = "measurements of each method at each load, with other requests and arrivals each time (default 2)"
+    parser.add_argument("--rounds", type=int, default=2, metavar="R", help=rounds)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
     parser.add_argument("--url", help="also measure the server there, for example http://localhost:8000/v1")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, prompts_option
+from draftsmith.benchmarks.options import check_once, list_option, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
@@ -30,14 +30,8 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
     prompts_option(parser)
-    parser.add_argument(
-        "--epsilons",
-        type=float,
-        nargs="+",
-        default=list(EPSILONS),
-        metavar="ε",
-        help="thresholds to compare: higher accepts less (%(default)s)",
-    )
+    higher = "thresholds to compare: higher accepts less (%(default)s)"
+    list_option(parser, "--epsilons", [*EPSILONS], "ε", higher, float)
     parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")

@@ -116,7 +116,7 @@ def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
 
     def shape(args, table, number):
         for way in ("one", "two"):
-            table.add("k", way, {"n": number}, [lambda: None], 1.0, 1.0, 0.0)
+            table.add("k", way, {"n": number}, [lambda: None], kernel_times.Work(1.0, 1.0), 0.0)
             seen.append(json.loads(file.read_text()))
 
     kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
