@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder

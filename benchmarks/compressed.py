@@ -64,7 +64,8 @@ import itertools
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, share_of, table_of, take_turns
+from draftsmith.benchmarks.common import take_turns, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
@@ -112,16 +113,9 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
             drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
             columns = drafted_accepted.flip(1).t()
             total = torch.tensor(of_texts).sum(0)  # [depths, 2]
-            found.append(
-                {
-                    "kind": kind,
-                    "context": context,
-                    **vars(setting),
-                    "alpha": round(float(share_of(columns.sum(1))), 4),
-                    "interval": interval_of(columns),
-                    "by_depth": [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()],
-                }
-            )
+            row = {"kind": kind, "context": context, **vars(setting), **with_interval(columns, name="alpha")}
+            shares = [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()]
+            found.append(row | {"by_depth": shares})
     return found
 
 
@@ -137,9 +131,8 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
         pairs = sorted({(each.selector, each.entries) for each in settings})
         single, _ = measure(target, costs, texts_of(args.kinds[0], target, 2, context), pairs, 32)
         for rows in args.batch_sizes:
-            seconds: dict[Setting | str, list[float]] = {
-                each: [] for each in ("plain", *settings, *others)
-            }  # per token
+            # Per token.
+            seconds: dict[Setting | str, list[float]] = {each: [] for each in ("plain", *settings, *others)}
             depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
             executions: dict[Setting | str, str] = {}
             for number in range(args.count):
@@ -168,37 +161,17 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                 plan = predict(
                     costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft, appended
                 )
-                found.append(
-                    {
-                        "batch": rows,
-                        "context": context,
-                        **vars(setting),
-                        "speedup": round(float(share_of(columns.sum(1))), 4),
-                        "interval": interval_of(columns),
-                        "by_depth": [round(each, 4) for each in conditional],
-                        "tokens": round(plan.tokens, 3),
-                        "predicted": round(plan.speedup, 4),
-                        "verify": round(plan.verify, 3),
-                        "draft": round(plan.draft, 3),
-                        "select": round(plan.select, 3),
-                        "least_alpha": round(plan.least_alpha, 3),
-                        "execution": executions[setting],
-                    }
-                )
+                row = {"batch": rows, "context": context, **vars(setting), **with_interval(columns, name="speedup")}
+                row |= {"by_depth": [round(each, 4) for each in conditional], "tokens": round(plan.tokens, 3)}
+                row["predicted"] = round(plan.speedup, 4)
+                parts = ("verify", "draft", "select", "least_alpha")
+                row |= {name: round(getattr(plan, name), 3) for name in parts}
+                found.append(row | {"execution": executions[setting]})
             for name, drafter in others.items():
                 columns = torch.tensor([seconds["plain"], seconds[name]])
-                found.append(
-                    {
-                        "batch": rows,
-                        "context": context,
-                        "selector": name,
-                        "entries": None,
-                        "drafts": drafter.max_depth,
-                        "speedup": round(float(share_of(columns.sum(1))), 4),
-                        "interval": interval_of(columns),
-                        "execution": executions[name],
-                    }
-                )
+                row = {"batch": rows, "context": context, "selector": name, "entries": None}
+                row |= {"drafts": drafter.max_depth, **with_interval(columns, name="speedup")}
+                found.append(row | {"execution": executions[name]})
     return found
 
 
@@ -213,16 +186,8 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
                 continue
             step = batch.step(drafter_of(target, Setting(selector, entries, 1)))
             select = min(batch.run(step).select for _ in range(args.rounds + 1))
-            found.append(
-                {
-                    "batch": rows,
-                    "context": context,
-                    "selector": selector,
-                    "entries": entries,
-                    "seconds": round(select, 6),
-                    "plain_steps": round(select / plain, 3),
-                }
-            )
+            row = {"batch": rows, "context": context, "selector": selector, "entries": entries}
+            found.append(row | {"seconds": round(select, 6), "plain_steps": round(select / plain, 3)})
         advance()
     return found
 

@@ -50,14 +50,14 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, share_of, table_of, write_report
+from draftsmith.benchmarks.common import load_for, ratio_of, share_of, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.timing import with_own_seeds
@@ -89,11 +89,6 @@ def columns_of(outputs: Sequence[Generation]) -> torch.Tensor:
     return torch.tensor([[sum(o.accepted), len(o.accepted)] for o in outputs], dtype=torch.float64).t()
 
 
-def ratio_of(total: torch.Tensor) -> torch.Tensor:
-    """Of τ, of the sums of two methods' columns."""
-    return (total[0] / total[1]) / (total[2] / total[3])
-
-
 def measure(
     tree: Tree, prompts: list[list[int]], kinds: Sequence[str], temperature: float, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -104,26 +99,15 @@ def measure(
         if temperature == 0 and method != "coupled":
             continue
         decoder = SpeculativeDecoder(drafter.target, drafter)  # type: ignore[attr-defined]
-        outputs = decoder.generate(
-            prompts,
-            args.max_new_tokens,
-            mode=mode,
-            sampling=with_own_seeds(sampling, prompts),
-            batch_size=args.batch_size,
-        )
-        columns[method] = columns_of(outputs)
+        options = {"sampling": with_own_seeds(sampling, prompts), "batch_size": args.batch_size}
+        columns[method] = columns_of(decoder.generate(prompts, args.max_new_tokens, mode=mode, **options))
     methods: dict[str, Any] = {}
     for method, own in columns.items():
         both = torch.cat((columns["coupled"], own))
-        methods[method] = {
-            "tau": round(float(share_of(own.sum(-1))), 4),
-            "tau_interval": interval_of(own),
-            "coupled_over": round(float(ratio_of(both.sum(-1))), 4),
-            "coupled_over_interval": interval_of(both, ratio_of),
-            "tau_by_kind": {
-                kind: round(float(share_of(own[:, [k == kind for k in kinds]].sum(-1))), 4) for kind in sorted({*kinds})
-            },
-        }
+        methods[method] = with_interval(own, name="tau", interval="tau_interval")
+        methods[method] |= with_interval(both, ratio_of, "coupled_over", "coupled_over_interval")
+        by_kind = {kind: own[:, [each == kind for each in kinds]].sum(-1) for kind in sorted({*kinds})}
+        methods[method]["tau_by_kind"] = {kind: round(float(share_of(total)), 4) for kind, total in by_kind.items()}
     return methods
 
 
@@ -133,10 +117,7 @@ def main() -> None:
     given, target = read_prompts(args.prompts), None
     trees: dict[str, Tree] = {}
     for name in args.drafters:
-        options = {"device": args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "dtype": args.dtype}
-        target, drafter = load_drafter(name, target, target_name=args.target, all_nodes=True, **options)
-        if drafter is None:
-            raise ValueError(f"'{name}' drafts nothing; give a drafter")
+        target, drafter = load_for(name, target, args, all_nodes=True)
         trees |= trees_of(name, drafter, args.expansion)
     assert target is not None
     prompts, kinds = encode_prompts(given, target), [prompt.kind or "other" for prompt in given]
@@ -149,14 +130,9 @@ def main() -> None:
                 methods = measure(tree, prompts, kinds, temperature, args)
                 rows.append({"tree": name, "nodes": nodes, "temperature": temperature, "methods": methods})
                 for method, found in methods.items():
-                    table.add_row(
-                        name,
-                        str(nodes),
-                        f"{temperature:g}",
-                        method,
-                        cell(found["tau"], found["tau_interval"]),
-                        cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else "",
-                    )
+                    over = cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else ""
+                    tau = cell(found["tau"], found["tau_interval"])
+                    table.add_row(name, str(nodes), f"{temperature:g}", method, tau, over)
                 advance(len(rows))
     print_table(table, f"{target.name} · {len(prompts)} prompts · {args.max_new_tokens} tokens")
     if args.out:

@@ -74,17 +74,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from draftsmith.benchmarks.common import (
-    answers_of,
-    cell,
-    facts_of,
-    interval_of,
-    load_target_of,
-    print_table,
-    read_drafters,
-    table_of,
-    write_report,
-)
+from draftsmith.benchmarks.common import answers_of, interval_of, load_target_of, ratio_of, read_drafters, with_interval
+from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ranks import chained_ranks, coverage, matched_answers, overlap
@@ -105,9 +96,7 @@ Outputs = dict[int, Generation]  # prompt number → result
 
 def share(counts: Tensor, of: Tensor) -> dict[str, Any]:
     """Σ counts / Σ of, both ``[S]`` by prompt, with its interval; None where nothing was counted."""
-    total = float(of.sum())
-    value = round(float(counts.sum()) / total, 4) if total else None
-    return {"share": value, "interval": interval_of(torch.stack((counts, of))) if total else None}
+    return with_interval(torch.stack((counts, of)), name="share")
 
 
 def chain_shares(ranks: Tensor) -> list[dict[str, Any]]:
@@ -241,12 +230,7 @@ def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
     def difference(total: Tensor) -> Tensor:
         return total[0] / total[1] - total[2] / total[3]
 
-    if not columns.shape[1]:
-        return {"difference": None, "difference_interval": None}
-    return {
-        "difference": round(float(difference(columns.sum(-1))), 4),
-        "difference_interval": interval_of(columns, difference),
-    }
+    return with_interval(columns, difference, "difference", "difference_interval")
 
 
 def compare_sampling(
@@ -285,14 +269,8 @@ def compare_sampling(
         for draws in DRAWS[:-1]:
             row[draws] |= ratio_fields(accepted_columns([outputs[draws], outputs["naive"]]))
         widths[str(width)] = row
-    return {
-        "ssm": f"{args.folders[0]}/{ssm}",
-        "temperature": args.sampling,
-        "pattern": args.pattern,
-        "seed": args.seed,
-        "widths": widths,
-        "published": PUBLISHED,
-    }, mismatches
+    setting = {"ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, **chosen(args, "pattern", "seed")}
+    return setting | {"widths": widths, "published": PUBLISHED}, mismatches
 
 
 def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
@@ -307,18 +285,11 @@ def ratio_fields(columns: Tensor) -> dict[str, Any]:
     """Ratios of τ and of accepted drafted tokens per step, with intervals; ``columns``: ``[4, P]`` as
     :func:`accepted_columns` returns them for the two."""
 
-    def of_tau(total: Tensor) -> Tensor:
-        return (total[0] / total[1]) / (total[2] / total[3])
-
     def of_accepted(total: Tensor) -> Tensor:
         return (total[0] / total[1] - 1) / (total[2] / total[3] - 1)
 
-    fields: dict[str, Any] = {}
-    for name, ratio in (("tau_over_naive", of_tau), ("accepted_over_naive", of_accepted)):
-        value = ratio(columns.sum(-1))
-        fields[name] = round(float(value), 4) if value.isfinite() else None
-        fields[f"{name}_interval"] = interval_of(columns, ratio) if value.isfinite() else None
-    return fields
+    of_tau = with_interval(columns, ratio_of, "tau_over_naive", "tau_over_naive_interval")
+    return of_tau | with_interval(columns, of_accepted, "accepted_over_naive", "accepted_over_naive_interval")
 
 
 def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCosts) -> list[dict[str, Any]]:
@@ -332,16 +303,14 @@ def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCos
             break
         expected += each["share"]
         step = costs.relative(gamma + 1)
-        rows.append(
-            {
-                "gamma": gamma,
-                "tokens": round(expected, 4),
-                "step": round(step, 4),
-                "speedup": round(expected / (gamma * cost + step), 4),
-                "break_even": round(max(0.0, expected - step) / gamma, 4),
-                "break_even_if_a_step_costs_1": round((expected - 1) / gamma, 4),
-            }
-        )
+        figures = {
+            "tokens": expected,
+            "step": step,
+            "speedup": expected / (gamma * cost + step),
+            "break_even": max(0.0, expected - step) / gamma,
+            "break_even_if_a_step_costs_1": (expected - 1) / gamma,
+        }
+        rows.append({"gamma": gamma} | {name: round(value, 4) for name, value in figures.items()})
     return rows
 
 
@@ -468,16 +437,12 @@ def main() -> None:
             row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = facts_of(__file__, target) | {
+        **chosen(args, "max_new_tokens", "depth", "nodes", "expansion", "threads"),
         "prompts": len(prompts),
         "kinds": {kind: kinds.count(kind) for kind in kinds},
-        "max_new_tokens": args.max_new_tokens,
         "match": match,
-        "depth": args.depth,
-        "nodes": args.nodes,
-        "expansion": args.expansion,
         "folders": folders,
         "sampling": sampling,
-        "threads": args.threads,
     }
     print_tables(found)
     if args.out:

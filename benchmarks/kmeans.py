@@ -31,7 +31,8 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import alone
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.train.clusters import SEEDING_ROWS, spherical_kmeans
 
 METHODS = ("draftsmith", "scikit-learn")

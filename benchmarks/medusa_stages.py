@@ -44,7 +44,7 @@ if __name__ == "__main__":
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.benchmarks.common import facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter

@@ -46,7 +46,7 @@ import math
 
 import torch
 
-from draftsmith.benchmarks.common import picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import picture, print_table, table_of, write_report
 from draftsmith.inference.engine.budget import RETRY, Budget
 from draftsmith.inference.evaluation.prefilled import MOST
 from draftsmith.inference.planner import Setting, predict

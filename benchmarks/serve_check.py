@@ -112,7 +112,7 @@ from dataclasses import dataclass, replace
 
 from safetensors.torch import load_file
 
-from draftsmith.benchmarks.common import print_table, table_of
+from draftsmith.benchmarks.tables import print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import load_drafter

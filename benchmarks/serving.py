@@ -96,18 +96,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.common import (
+from draftsmith.benchmarks.common import interval_of
+from draftsmith.benchmarks.remote import RemoteServer
+from draftsmith.benchmarks.tables import (
     GREY,
     cell,
     facts_of,
-    interval_of,
     legend_beside,
     picture,
     print_table,
     table_of,
     write_report,
 )
-from draftsmith.benchmarks.remote import RemoteServer
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts

@@ -71,20 +71,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.benchmarks.common import (
+from draftsmith.benchmarks.common import answers_of, elapsed, interval_of, load_target_of, read_drafters, take_turns
+from draftsmith.benchmarks.tables import (
     GREY,
-    answers_of,
     cell,
-    elapsed,
     facts_of,
-    interval_of,
     legend_beside,
-    load_target_of,
     picture,
     print_table,
-    read_drafters,
     table_of,
-    take_turns,
     write_report,
 )
 from draftsmith.common.files import check_folder

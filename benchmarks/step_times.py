@@ -105,8 +105,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from draftsmith.benchmarks import kernel_times
-from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.benchmarks.kernel_times import quantiles
+from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_file, write_json, write_text
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.medusa import MedusaDrafter

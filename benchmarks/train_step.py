@@ -40,8 +40,9 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from draftsmith.benchmarks.common import elapsed, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import elapsed
 from draftsmith.benchmarks.step_times import config_of, random_target
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.sections import Batch, Optim
 from draftsmith.models.medusa import MedusaHeads

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
