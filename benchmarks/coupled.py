@@ -63,6 +63,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.timing import with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
+from draftsmith.models.target import Target
 
 Tree = dict[str, tuple[Drafter, Mode]]  # by method
 
@@ -90,7 +91,12 @@ def columns_of(outputs: Sequence[Generation]) -> torch.Tensor:
 
 
 def measure(
-    tree: Tree, prompts: list[list[int]], kinds: Sequence[str], temperature: float, args: argparse.Namespace
+    target: Target,
+    tree: Tree,
+    prompts: list[list[int]],
+    kinds: Sequence[str],
+    temperature: float,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """τ of each method over all prompts and by kind, and the ratio of coupled sampling's to the others'."""
     sampling = Sampling(temperature, top_p=args.top_p, seed=args.seed)
@@ -98,7 +104,7 @@ def measure(
     for method, (drafter, mode) in tree.items():
         if temperature == 0 and method != "coupled":
             continue
-        decoder = SpeculativeDecoder(drafter.target, drafter)  # type: ignore[attr-defined]
+        decoder = SpeculativeDecoder(target, drafter)
         options = {"sampling": with_own_seeds(sampling, prompts), "batch_size": args.batch_size}
         columns[method] = columns_of(decoder.generate(prompts, args.max_new_tokens, mode=mode, **options))
     methods: dict[str, Any] = {}
@@ -127,7 +133,7 @@ def main() -> None:
         for name, tree in trees.items():
             nodes = tree["coupled"][0].num_nodes
             for temperature in args.temperatures:
-                methods = measure(tree, prompts, kinds, temperature, args)
+                methods = measure(target, tree, prompts, kinds, temperature, args)
                 rows.append({"tree": name, "nodes": nodes, "temperature": temperature, "methods": methods})
                 for method, found in methods.items():
                     over = cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else ""
