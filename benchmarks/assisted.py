@@ -37,25 +37,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(
-        parser(), lambda args: (known_folder(args.target), known_folder(args.draft), check_prompts(args.prompts))
-    )
+    models = lambda args: (known_folder(args.target), known_folder(args.draft))  # noqa: E731
+    before_imports(parser(), lambda args: (models(args), check_prompts(args.prompts)))
 
 import torch
 
-from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation.timing import (
-    Method,
-    Timed,
-    run_rounds,
-    speedup,
-    speedup_fields,
-    tokens_of,
-    transformers_method,
-)
+from draftsmith.inference.evaluation import timing
+from draftsmith.inference.evaluation.timing import Method, Timed, tokens_of, transformers_method
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 
@@ -83,7 +75,8 @@ def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:
         different = sum(tokens_of(method.outputs[number]) != expected[number].tokens for number in expected)
         rows[name] = method.summary() | {"texts": len(expected), "different": different, "tau": None}
         for base in (PLAIN, GENERATE, ASSISTED):
-            rows[name] |= speedup_fields(f"speedup_vs_{base}", speedup(method, timed[base]) if base != name else None)
+            found = timing.speedup(method, timed[base]) if base != name else None
+            rows[name] |= timing.speedup_fields(f"speedup_vs_{base}", found)
     accepted = [length for result in timed[OURS].outputs.values() for length in result.accepted]
     rows[OURS]["tau"] = round(sum(accepted) / len(accepted), 4) if accepted else None
     return rows
@@ -99,7 +92,7 @@ def main() -> None:
     draft = load_target(args.draft, **options)
     prompts = encode_prompts(given, target)
     methods = methods_of(target, draft, args.expansion, args.max_new_tokens)
-    timed = run_rounds(methods, prompts, args.repeat, [prompts[0]], seconds=args.seconds)
+    timed = timing.run_rounds(methods, prompts, args.repeat, [prompts[0]], seconds=args.seconds)
     rows = compare(timed)
     bases = (PLAIN, GENERATE, ASSISTED)
     table = table_of("method", "tokens/s", "τ", *(f"× {base}" for base in bases), "identical")
@@ -109,7 +102,7 @@ def main() -> None:
         table.add_row(name, f"{row['tokens_per_second']:.1f}", cell(row["tau"]), *ratios, same)
     print_table(table)
     if args.out:
-        own = {name: getattr(args, name) for name in ("expansion", "max_new_tokens", "threads")}
+        own = chosen(args, "expansion", "max_new_tokens", "threads")
         facts = facts_of(__file__, target) | {"draft": draft.describe(), **own, "methods": rows}
         write_report(args.out, facts)
     if rows[OURS]["different"]:

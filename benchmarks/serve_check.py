@@ -349,16 +349,9 @@ def main() -> None:
             continue
         equal &= found["equal"]
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
-        texts = f"{found['identical_texts']} of {found['prompts']}"
-        table.add_row(
-            name,
-            texts,
-            str(found["near_ties"]),
-            str(found["mismatches"]),
-            *pairs,
-            f"{found['mean_accepted_length']:.2f}",
-            "yes" if found["equal"] else "NO",
-        )
+        texts, differ = f"{found['identical_texts']} of {found['prompts']}", (found["near_ties"], found["mismatches"])
+        verdict = "yes" if found["equal"] else "NO"
+        table.add_row(name, texts, *map(str, differ), *pairs, f"{found['mean_accepted_length']:.2f}", verdict)
     print_table(table, "server / our engine")
     if not equal:
         sys.exit(1)

@@ -38,6 +38,7 @@ figures.
 """
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -96,18 +97,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.common import interval_of
+from draftsmith.benchmarks.common import interval_of, ratio_of
 from draftsmith.benchmarks.remote import RemoteServer
-from draftsmith.benchmarks.tables import (
-    GREY,
-    cell,
-    facts_of,
-    legend_beside,
-    picture,
-    print_table,
-    table_of,
-    write_report,
-)
+from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -222,7 +214,7 @@ def measure(
     rows: int,
     max_length: int,
     stop: float,
-    on_end: Callable[[int], None] | None = None,
+    on_end: Callable[[int], object] = lambda done: None,
 ) -> Served:
     """Answer requests as they arrive, by the real clock.
 
@@ -237,7 +229,7 @@ def measure(
     ]
     first, last = [math.inf] * count, [math.inf] * count
     answers: list[Generation] = []
-    began, ended = time.perf_counter(), 0
+    began, ended = time.perf_counter(), itertools.count(1)
 
     def clock() -> float:
         return time.perf_counter() - began
@@ -250,10 +242,7 @@ def measure(
         first[before + number] = min(first[before + number], now)
 
     def end(number: int, result: Generation) -> None:
-        nonlocal ended
-        ended += 1
-        if on_end:
-            on_end(ended)
+        on_end(next(ended))
 
     while (pause := waiting.pause()) is not None:
         if pause:
@@ -271,7 +260,7 @@ def measure_server(
     workload: Workload,
     rows: int,
     stop: float,
-    on_end: Callable[[int], None] | None = None,
+    on_end: Callable[[int], object] = lambda done: None,
 ) -> Served:
     """:func:`measure` of a running server, with ``rows`` requests at once at most.
 
@@ -281,10 +270,9 @@ def measure_server(
     count = len(workload.arrivals)
     taken, first, last = [math.inf] * count, [math.inf] * count, [math.inf] * count
     answers: list[Generation | None] = [None] * count
-    began, lock, ended = time.perf_counter(), threading.Lock(), 0
+    began, lock, ended = time.perf_counter(), threading.Lock(), itertools.count(1)
 
     def ask(number: int) -> None:
-        nonlocal ended
         if (now := time.perf_counter() - began) >= stop:
             return
         taken[number] = now
@@ -292,9 +280,7 @@ def measure_server(
         first[number], last[number] = found.first - began, found.last - began
         answers[number] = Generation(found.tokens)
         with lock:
-            ended += 1
-            if on_end:
-                on_end(ended)
+            on_end(next(ended))
 
     with ThreadPoolExecutor(rows) as threads:
         asked = []
@@ -364,10 +350,6 @@ def capacity_columns(method: Sequence[Served], plain: Sequence[Served], rows: in
     return torch.tensor(columns, dtype=torch.float64)
 
 
-def speed_ratio(total: Tensor) -> Tensor:
-    return (total[0] / total[1]) / (total[2] / total[3])
-
-
 def rounded(value: float, digits: int = 4) -> float | None:
     """None if it is not finite, which JSON lacks."""
     return round(value, digits) if math.isfinite(value) else None
@@ -381,8 +363,8 @@ def capacity_figures(method: Sequence[Served], plain: Sequence[Served], rows: in
     return {
         "tokens_per_second": rounded(float(rows * total[0] / total[1]), 2),
         "requests_per_second": rounded(float(rows * columns.shape[1] / total[1]), 6),
-        "over_plain": rounded(float(speed_ratio(total))),
-        "over_plain_interval": interval_of(columns, speed_ratio) if method is not plain else None,
+        "over_plain": rounded(float(ratio_of(total))),
+        "over_plain_interval": interval_of(columns, ratio_of) if method is not plain else None,
         **common_figures(method),
     }
 
@@ -544,15 +526,10 @@ def print_tables(found: Mapping[str, Any]) -> None:
     print()
     print(*(line for batch in found["batches"] for line in batch["sentences"]), sep="\n")
     for name, row in found["texts"].items():
-        same = row["different"] == 0
-        verdict = (
-            "identical to plain decoding"
-            if same
-            else (
-                f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
-                f"{row['mismatches']} mismatches"
-            )
-        )
+        verdict = "identical to plain decoding"
+        if row["different"]:
+            found_of = f"{row['near_ties']} near-ties, {row['mismatches']} mismatches"
+            verdict = f"{row['different']} differ from plain decoding: {found_of}"
         print(f"{_name(name)}: {row['answers']} answers, {verdict}")
 
 
@@ -560,7 +537,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     """Plot p50 and p99 latency over the arrival rate, a panel for each batch size."""
     batches = found["batches"]
     colours = {name: f"C{place}" for place, name in enumerate(batches[0]["capacity"], -1)} | {PLAIN: "#5a6270"}
-    with picture(path, 2 + 4 * len(batches), 4.2, panels=len(batches), sharey=True) as panels:
+    with picture(path, 2 + 4 * len(batches), 4.2, len(batches), legend_beside=True, sharey=True) as panels:
         from matplotlib import ticker
 
         for axes, batch in zip(panels, batches, strict=True):
@@ -589,7 +566,6 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         last.plot([], [], "--", color="#30343c", label="p99")
         last.plot([], [], "o", color="#30343c", markerfacecolor="white", label="the queue grew")
         last.plot([], [], ":", color=GREY, label="plain decoding's\ncapacity")
-        legend_beside(last)
 
 
 # ---- the command
@@ -729,12 +705,10 @@ def check_texts(
     """
     used = sorted({number for all_ in measured.values() for served in all_ for number in served.workload.prompts})
     with ProgressBar("plain decoding, to compare", len(used), console, transient=True) as advance:
-        done = 0
+        done = itertools.count(1)
 
         def end(number: int, result: Generation) -> None:
-            nonlocal done
-            done += 1
-            advance(done)
+            advance(next(done))
 
         texts = decoder.generate([prompts[n] for n in used], max_new_tokens, batch_size=CHECK_ROWS, on_end=end)
     expected = {number: text.tokens for number, text in zip(used, texts, strict=True)}
@@ -758,12 +732,8 @@ def check_texts(
             [tokens for _, _, tokens in wrong],
             [expected[number][:limit] for number, limit, _ in wrong],
         )
-        rows[name] = {
-            "answers": answers,
-            "different": different,
-            "near_ties": found.near_ties,
-            "mismatches": found.mismatches,
-        }
+        rows[name] = {"answers": answers, "different": different}
+        rows[name] |= {"near_ties": found.near_ties, "mismatches": found.mismatches}
     return rows
 
 
@@ -786,26 +756,19 @@ def main() -> None:
     found = facts_of(__file__, target) | {
         "drafters": list(decoders),
         "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed,
-        "rounds": args.rounds,
-        "seconds": args.seconds,
+        **chosen(args, "max_new_tokens", "seed", "rounds", "seconds", "threads"),
         "execution": {},
         "planned": len(args.batches),
         "batches": batches,
         "texts": {},
-        "threads": args.threads,
     }
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
-            capacity, loads = measure_batch(
-                decoders,
-                target,
-                prompts,
-                rows,
-                args,
-                lambda done, note, before=number * each: advance(before + done, note),
-            )
+
+            def on_done(done: float, note: str, before: int = number * each) -> None:
+                advance(before + done, note)
+
+            capacity, loads = measure_batch(decoders, target, prompts, rows, args, on_done)
             batches.append(batch_figures(rows, capacity, loads))
             found["execution"] = {name: decoder.execution for name, decoder in decoders.items()}
             if args.out:  # so that a command that is killed keeps what it measured

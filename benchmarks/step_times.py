@@ -38,12 +38,7 @@ from draftsmith.models.options import DECODERS, choose_device, decoder_option
 from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
-_LLAMA: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}
+_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any] | None] = {
     "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
     "llama3-8b": {
@@ -456,13 +451,8 @@ def measure_target(
             try:
                 with console.status(f"measuring {what}"):
                     options = batch, context, args.compile, DECODERS[args.decoder]
-                    rows = measure_cases(
-                        target,
-                        [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group],
-                        best,
-                        args,
-                        tables,
-                    )
+                    trees = [(heads(p), grow_tree(n, args.heads)) for p, n in group]
+                    rows = measure_cases(target, [Case(target, *t, *options) for t in trees], best, args, tables)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
                 rows = []
@@ -541,15 +531,8 @@ def main() -> None:
             say(line)
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
     planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
-    facts = facts_of(__file__, device) | {
-        "dtype": name,
-        "draft_heads": args.heads,
-        "repeat": args.repeat,
-        "compiled": args.compile,
-        "limits": {},
-        "rows": [],
-        "planned": planned,
-    }
+    facts = facts_of(__file__, device) | {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat}
+    facts |= {"compiled": args.compile, "limits": {}, "rows": [], "planned": planned}
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()

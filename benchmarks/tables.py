@@ -72,8 +72,11 @@ def write_report(file: Path, facts: dict[str, Any], plot: Callable[[dict[str, An
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float, panels: int = 1, **options: Any) -> Iterator[list[Any]]:
-    """The axes of a picture's panels, side by side; it is written when they are drawn."""
+def picture(
+    path: Path, width: float, height: float, panels: int = 1, legend_beside: bool = False, **options: Any
+) -> Iterator[list[Any]]:
+    """The axes of a picture's panels, side by side; it is written when they are drawn. ``legend_beside``: that of the
+    last panel, at its right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -84,8 +87,6 @@ def picture(path: Path, width: float, height: float, panels: int = 1, **options:
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
     yield list(axes[0])
+    if legend_beside:
+        axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     write_figure(figure, path)
-
-
-def legend_beside(axes: Any) -> None:
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -143,14 +143,8 @@ def main() -> None:
     table = table_of("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory")
     for r in results:
         memory = f"{r['peak_memory_bytes'] / 1e9:.1f} GB" if r["peak_memory_bytes"] else "–"
-        table.add_row(
-            r["stage"],
-            f"{r['seconds']:.3f}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['hours_per_70M_tokens']:.2f}",
-            f"{r['of_matmul_rate']:.0%}",
-            memory,
-        )
+        speed = f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}", f"{r['hours_per_70M_tokens']:.2f}"
+        table.add_row(r["stage"], *speed, f"{r['of_matmul_rate']:.0%}", memory)
     print_table(table, f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {facts['device']}")
     if args.out:
         write_report(args.out, facts)

@@ -55,23 +55,8 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
 
     monkeypatch.setattr(kernel_times, "pack_shortlist", counted)
     file = tmp_path / "kernels.json"
-    code, out, err = run_main(
-        kernel_times.main,
-        "shortlist",
-        "--batches",
-        2,
-        "--level",
-        3,
-        "--hidden",
-        32,
-        "--vocabulary",
-        500,
-        60,
-        "--dtype",
-        dtype,
-        "--out",
-        file,
-    )
+    words = "shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60".split()
+    code, out, err = run_main(kernel_times.main, *words, "--dtype", dtype, "--out", file)
     assert code == 0, err
     report = json.loads(file.read_text())
     rows = report["rows"]

@@ -31,34 +31,16 @@ def test_operations(make_target):
 
 def test_the_command(run_main, tmp_path):
     out = tmp_path / "step.json"
-    code, text, err = run_main(
-        train_step.main,
-        "--shape",
-        "tiny-lm",
-        "--sequences",
-        1,
-        "--tokens",
-        24,
-        "--heads",
-        2,
-        "--repeat",
-        1,
-        "--projection",
-        "shared",
-        "--device",
-        "cpu",
-        "--out",
-        out,
-    )
+    toy = "--shape tiny-lm --sequences 1 --tokens 24 --heads 2 --repeat 1 --projection shared --device cpu".split()
+    code, text, err = run_main(train_step.main, *toy, "--out", out)
     assert code == 0 and err.startswith("precision: float32 weights (") and "medusa-2" in text
     found = json.loads(out.read_text())
     assert found["shape"]["dtype"] == "float32"
     assert [r["stage"] for r in found["results"]] == ["medusa-1", "medusa-2"]
     for r in found["results"]:
         assert r["tokens_per_second"] == pytest.approx(24 / r["seconds"], rel=0.01, abs=0.06)  # rounded
-        assert r["of_matmul_rate"] == pytest.approx(
-            r["operations"] / r["seconds"] / r["matmul_rate"], rel=0.02, abs=1e-4
-        )
+        share = r["operations"] / r["seconds"] / r["matmul_rate"]
+        assert r["of_matmul_rate"] == pytest.approx(share, rel=0.02, abs=1e-4)
     first, second = found["results"]
     assert second["trained_parameters"] > first["trained_parameters"] and second["operations"] > first["operations"]
     code, _, err = run_main(train_step.main, "--tokens", 0)
