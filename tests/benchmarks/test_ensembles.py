@@ -233,7 +233,6 @@ def test_wrong_options(run_main, folders, prompts, tmp_path):
     (other / "config.json").write_text(json.dumps(write))
     save_file({"w": torch.zeros(1)}, other / "model.safetensors")
     for more, message in (
-        (["--nodes", 0], "--nodes 0: must be at least 1"),
         (["--nodes", 9, "--expansion", 2, 2], "drafts a tree of 7 nodes by --expansion 2 2"),
         (["--nodes", 8, 8], "--nodes 8 8: 8 is given twice"),
         (["--pattern", 1, 1], "--pattern 1 1: write numbers from 1 on and one w"),

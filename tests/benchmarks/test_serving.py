@@ -195,12 +195,8 @@ def test_overload(run_main, tiny_lm, prompts, tmp_path):
 
 def test_wrong_options(run_main, prompts, tmp_path):
     for more, message in (
-        (["--batches", 0], "--batches 0: must be at least 1"),
         (["--batches", 8, 8], "--batches 8 8: 8 is given twice"),
         (["--loads", 0], "--loads 0: must be above 0"),
-        (["--loads", "nan"], "--loads nan: must be above 0"),
-        (["--seconds", -1], "--seconds -1: must be above 0"),
-        (["--rounds", 0], "--rounds 0: must be at least 1"),
         (["--max-new-tokens", 1], "--max-new-tokens 1: must be at least 2"),
         (["--seed", -1], "--seed -1: must be from 0"),
         (["--out", tmp_path / "x.txt"], "name a .json file"),

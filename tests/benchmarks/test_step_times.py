@@ -348,7 +348,6 @@ def test_what_does_not_fit_is_left_out(run_main, quick, monkeypatch, tmp_path):
     [
         ("--shape llama9", f"--shape llama9: unknown; use {', '.join([*step_times.SHAPES, 'small'])}"),
         ("--target no/such/folder", "'no/such/folder': there is no such folder, and a Hub id would be USER/NAME"),
-        ("--shape small --nodes 4 0", "--nodes 0: must be at least 1"),
         ("--shape small --repeat 0", "--repeat 0: must be at least 1"),
         ("--shape small --heads 1 --nodes 99", "--nodes 99: 1 heads give trees of at most 11 nodes; raise --heads"),
         ("--shape small --device gpu", "device 'gpu': unknown; use cpu, cuda or cuda:N"),
