@@ -381,11 +381,6 @@ def print_sampling(sampling: dict[str, Any]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        FileNotFoundError, ValueError: a value is out of its range, or the same folder is given twice.
-    """
     check_options(args, "depth", "match", "batch_size", "nodes", "expansion", "widths")
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")

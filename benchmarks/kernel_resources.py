@@ -86,10 +86,11 @@ def resources(done: Any) -> Resources:
     widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
     loads = re.findall(r"\b(?:LDG|LDGSTS)\.E([.\w]*)", code)
     sizes = [next((size for width, size in widths.items() if width in load.split(".")), 4) for load in loads]
-
     wide = 100 * sum(size for size in sizes if size == 16) // (sum(sizes) or 1)
-    counts = [len(re.findall(each, code)) for each in (r"\bHGMMA\.", r"\bHMMA\.", r"\b(?:STL|LDL)\b", r"\bBAR\.")]
-    return Resources(used["REG"], used["STACK"], shared, threads, by_registers, fit, *counts, len(loads), wide)
+    patterns = (r"\bHGMMA\.", r"\bHMMA\.", r"\b(?:STL|LDL)\b", r"\bBAR\.")
+    hgmma, hmma, spills, barriers = (len(re.findall(pattern, code)) for pattern in patterns)
+    of_code = hgmma, hmma, spills, barriers, len(loads), wide
+    return Resources(used["REG"], used["STACK"], shared, threads, by_registers, fit, *of_code)
 
 
 def narrow_products(ttir: str) -> list[tuple[str, str]]:

@@ -258,9 +258,9 @@ class Table:
 
     def add(self, kernel: str, way: str, shape: dict[str, int], calls: Calls, work: Work, difference: float) -> None:
         """Time the calls; ``work``: of one; the other arguments are fields of :class:`Row`."""
-        times = seconds(calls)
-        of_bound, microseconds = self.device.bound(work)[1] / times[0], (time * 1e6 for time in times)
-        row = Row(kernel, way, shape, *microseconds, work.moved, work.operations, of_bound, difference)
+        median, low, high = (1e6 * time for time in seconds(calls))
+        of_bound = self.device.bound(work)[1] * 1e6 / median
+        row = Row(kernel, way, shape, median, low, high, work.moved, work.operations, of_bound, difference)
         self.rows.append(row)
         self.write()
         sizes = " ".join(f"{name}={size}" for name, size in shape.items())

@@ -262,11 +262,8 @@ def measure_server(
     stop: float,
     on_end: Callable[[int], object] = lambda done: None,
 ) -> Served:
-    """:func:`measure` of a running server, with ``rows`` requests at once at most.
-
-    Raises:
-        ConnectionError: a request is not answered.
-    """
+    """:func:`measure` of a running server, with ``rows`` requests at once at most. Raises ConnectionError: a request is
+    not answered."""
     count = len(workload.arrivals)
     taken, first, last = [math.inf] * count, [math.inf] * count, [math.inf] * count
     answers: list[Generation | None] = [None] * count
@@ -572,11 +569,6 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        ValueError: a value is out of its range or given twice, or --out cannot be written.
-    """
     check_options(args, "max_new_tokens", "rounds", "requests", "batches")
     for load in args.loads:
         check_positive("--loads", load, ", a share of plain decoding's capacity")
@@ -590,11 +582,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, SpeculativeDecoder]]:
-    """The target and a decoder for each method, plain decoding first.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_drafter`; drafters belong to different targets.
-    """
+    """The target and a decoder for each method, plain decoding first. Raises FileNotFoundError, ValueError: as
+    :func:`load_drafter`; drafters belong to different targets."""
     lean, options = DECODERS[args.decoder], target_arguments(args)
     names = [name for name in args.drafters if name != PLAIN]
     target: Target | None = None

@@ -482,11 +482,6 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        ValueError: a value is out of its range, or the same folder is given twice.
-    """
     check_options(args, "depths", "max_new_tokens", "batch_size")
     if args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: must be at least 2, the root and a draft")

@@ -122,11 +122,7 @@ def release() -> None:
 
 
 def check_fits(needed: int, device: torch.device) -> None:
-    """Check that ``needed`` bytes of the device's memory are free.
-
-    Raises:
-        MemoryError: fewer are.
-    """
+    """Check that ``needed`` bytes of the device's memory are free. Raises MemoryError: fewer are."""
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     if needed > free:
@@ -170,12 +166,9 @@ def random_heads(target: Target, count: int, projection: Projection) -> MedusaHe
 
 
 def grow_tree(nodes: int, heads: int) -> Topology:
-    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability
-    p · (1 − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds.
-
-    Raises:
-        ValueError: there are fewer paths.
-    """
+    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability p · (1
+    − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds. Raises
+    ValueError: there are fewer paths."""
     paths: list[Ranks] = []
     waiting: list[tuple[float, Ranks]] = [(-ACCURACY, (0,))]  # (minus the probability, path); a parent comes first
     while len(paths) < nodes - 1:
@@ -451,8 +444,8 @@ def measure_target(
             try:
                 with console.status(f"measuring {what}"):
                     options = batch, context, args.compile, DECODERS[args.decoder]
-                    trees = [(heads(p), grow_tree(n, args.heads)) for p, n in group]
-                    rows = measure_cases(target, [Case(target, *t, *options) for t in trees], best, args, tables)
+                    made = [(heads(p), grow_tree(n, args.heads)) for p, n in group]
+                    rows = measure_cases(target, [Case(target, *each, *options) for each in made], best, args, tables)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
                 rows = []

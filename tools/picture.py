@@ -36,11 +36,8 @@ BARS = {"baseline": "#b8bcc6", "medusa": "#7fb895", "ngram": "#5a8fc4", "merged"
 
 
 def terminal_output(arguments: list[str]) -> str:
-    """What a command writes to a terminal, colours included, stdout and stderr together.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """What a command writes to a terminal, colours included, stdout and stderr together. Raises RuntimeError: it
+    failed."""
     ours, its = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
@@ -153,11 +150,8 @@ def draw_lengths(axes: Axes, reports: list[dict[str, Any]]) -> None:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports below a run folder, the simplest drafter first; the folder's own if there is but one.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The reports below a run folder, the simplest drafter first; the folder's own if there is but one. Raises
+    FileNotFoundError: there is none."""
     paths = sorted(folder.glob("*/report.json")) or [folder / "report.json"]
     if not paths[0].exists():
         raise FileNotFoundError(f"{folder}: no report.json; run `make demo` first")
