@@ -12,7 +12,7 @@ text differs. τ is the committed tokens of a step, the bonus token included.
 import argparse
 from typing import Any
 
-from draftsmith.benchmarks.options import check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.models.options import choose_device
@@ -26,14 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", required=True, metavar="FOLDER", help="a folder or a Hub id")
     parser.add_argument("--draft", required=True, metavar="FOLDER", help="a smaller model with the same tokenizer")
     prompts_option(parser)
-    parser.add_argument(
-        "--expansion",
-        type=int,
-        nargs="+",
-        default=[1, 1, 1, 1],
-        metavar="K",
-        help="children of each node, by depth (default: a chain of four)",
-    )
+    list_option(parser, "--expansion", [1, 1, 1, 1], "K", "children of each node, by depth (default: a chain of four)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="rounds over all prompts (default 1)")
     parser.add_argument(
@@ -44,25 +37,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    before_imports(
-        parser(), lambda args: (known_folder(args.target), known_folder(args.draft), check_prompts(args.prompts))
-    )
+    models = lambda args: (known_folder(args.target), known_folder(args.draft))  # noqa: E731
+    before_imports(parser(), lambda args: (models(args), check_prompts(args.prompts)))
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation.timing import (
-    Method,
-    Timed,
-    run_rounds,
-    speedup,
-    speedup_fields,
-    tokens_of,
-    transformers_method,
-)
+from draftsmith.inference.evaluation import timing
+from draftsmith.inference.evaluation.timing import Method, Timed, tokens_of, transformers_method
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 
@@ -90,7 +75,8 @@ def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:
         different = sum(tokens_of(method.outputs[number]) != expected[number].tokens for number in expected)
         rows[name] = method.summary() | {"texts": len(expected), "different": different, "tau": None}
         for base in (PLAIN, GENERATE, ASSISTED):
-            rows[name] |= speedup_fields(f"speedup_vs_{base}", speedup(method, timed[base]) if base != name else None)
+            found = timing.speedup(method, timed[base]) if base != name else None
+            rows[name] |= timing.speedup_fields(f"speedup_vs_{base}", found)
     accepted = [length for result in timed[OURS].outputs.values() for length in result.accepted]
     rows[OURS]["tau"] = round(sum(accepted) / len(accepted), 4) if accepted else None
     return rows
@@ -106,7 +92,7 @@ def main() -> None:
     draft = load_target(args.draft, **options)
     prompts = encode_prompts(given, target)
     methods = methods_of(target, draft, args.expansion, args.max_new_tokens)
-    timed = run_rounds(methods, prompts, args.repeat, [prompts[0]], seconds=args.seconds)
+    timed = timing.run_rounds(methods, prompts, args.repeat, [prompts[0]], seconds=args.seconds)
     rows = compare(timed)
     bases = (PLAIN, GENERATE, ASSISTED)
     table = table_of("method", "tokens/s", "τ", *(f"× {base}" for base in bases), "identical")
@@ -116,7 +102,7 @@ def main() -> None:
         table.add_row(name, f"{row['tokens_per_second']:.1f}", cell(row["tau"]), *ratios, same)
     print_table(table)
     if args.out:
-        own = {name: getattr(args, name) for name in ("expansion", "max_new_tokens", "threads")}
+        own = chosen(args, "expansion", "max_new_tokens", "threads")
         facts = facts_of(__file__, target) | {"draft": draft.describe(), **own, "methods": rows}
         write_report(args.out, facts)
     if rows[OURS]["different"]:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names
@@ -23,13 +23,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T", help="(%(default)s)"
-    )
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32], metavar="B", help="(%(default)s)")
-    parser.add_argument(
-        "--fixed", type=int, nargs="+", default=[], metavar="N", help="sizes of trees, without the root"
-    )
+    list_option(parser, "--temperatures", [0.0, 0.7, 1.0], "T", kind=float)
+    list_option(parser, "--batch-sizes", [1, 8, 32], "B")
+    list_option(parser, "--fixed", [], "N", "sizes of trees, without the root")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="tokens of every answer (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of each group of prompts (%(default)s)")
     machine_options(parser, "of the target's weights")
@@ -48,16 +44,8 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import (
-    cell,
-    elapsed,
-    facts_of,
-    interval_of,
-    print_table,
-    share_of,
-    table_of,
-    take_turns,
-)
+from draftsmith.benchmarks.common import elapsed, load_for, take_turns, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -133,19 +121,10 @@ def measure(
         speeds = {}
         for method in list(seconds)[1:]:
             columns = torch.tensor([[t for p in chosen for t in seconds[each][p]] for each in ("plain", method)])
-            speeds[method] = {"speedup": round(float(share_of(columns.sum(1))), 4), "interval": interval_of(columns)}
-        figures.append(
-            {
-                "drafter": name,
-                "temperature": temperature,
-                "batch": rows,
-                "kind": kind,
-                "tau": round(committed / count, 3),
-                "nodes": round(drafted / count, 2),
-                "speeds": speeds,
-                "execution": decoders["budget"].execution,
-            }
-        )
+            speeds[method] = with_interval(columns, name="speedup")
+        setting = {"drafter": name, "temperature": temperature, "batch": rows, "kind": kind}
+        found = {"tau": round(committed / count, 3), "nodes": round(drafted / count, 2), "speeds": speeds}
+        figures.append(setting | found | {"execution": decoders["budget"].execution})
     return figures
 
 
@@ -158,10 +137,7 @@ def main() -> None:
     settings = [(temperature, batch) for temperature in args.temperatures for batch in args.batch_sizes]
     with ProgressBar("decoding", len(args.drafters) * len(settings), console, transient=True) as advance:
         for done, name in enumerate(args.drafters):
-            options = {"device": args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "dtype": args.dtype}
-            target, drafter = load_drafter(name, target, target_name=args.target, **options)
-            if drafter is None:
-                raise ValueError(f"'{name}' drafts nothing; give a drafter")
+            target, drafter = load_for(name, target, args)
             prompts, kinds = encode_prompts(given, target), [prompt.kind or "other" for prompt in given]
             for number, (temperature, batch) in enumerate(settings, 1):
                 found = measure(name, drafter, target, prompts, kinds, temperature, batch, args)

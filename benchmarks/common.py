@@ -1,37 +1,31 @@
-"""What the measuring commands share beside their options: drafters of one type, timing in turn, intervals, tables,
-pictures and the file of figures."""
+"""What the measuring commands share: drafters and their target, timing in turn, intervals. Options: options.py; what is
+printed and written: tables.py."""
 
-import importlib.util
+import argparse
 import multiprocessing
-import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.drafters.load import read_named
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.load import load_drafter, read_named
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.timing import bootstrap_interval
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.options import choose_device
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 
 T = TypeVar("T")
 Stored = dict[str, tuple[Path, dict[str, Any], dict[str, Tensor]]]  # name → folder, config and weights
-GREY = "#8d95a3"  # of a plot's reference lines
 
 # ---- drafters and their target
 
@@ -59,6 +53,20 @@ def load_target_of(stored: Stored, name: str | None, **options: Any) -> Target:
     for folder, config, _ in stored.values():
         target = target_of(folder, config, target)
     return target
+
+
+def load_for(name: str, target: Target | None, args: argparse.Namespace, **options: Any) -> tuple[Target, Drafter]:
+    """A drafter and, unless given, its target, as --target, --device and --dtype ask; ``options``: of
+    :func:`load_drafter`.
+
+    Raises:
+        FileNotFoundError, ValueError: as there; it drafts nothing.
+    """
+    options |= {"device": choose_device(args.device), "dtype": args.dtype}
+    target, drafter = load_drafter(name, target, target_name=args.target, **options)
+    if drafter is None:
+        raise ValueError(f"'{name}' drafts nothing; give a drafter")
+    return target, drafter
 
 
 def answers_of(
@@ -113,6 +121,11 @@ def share_of(total: Tensor) -> Tensor:
     return total[0] / total[1]
 
 
+def ratio_of(total: Tensor) -> Tensor:
+    """Of two methods' shares."""
+    return (total[0] / total[1]) / (total[2] / total[3])
+
+
 def interval_of(columns: Tensor, statistic: Callable[[Tensor], Tensor] = share_of) -> list[float] | None:
     """95 % interval of a statistic of the sums of ``columns [C, S]`` over S samples, by a bootstrap over them; None if
     they are too few, or it is not finite."""
@@ -120,69 +133,11 @@ def interval_of(columns: Tensor, statistic: Callable[[Tensor], Tensor] = share_o
     return None if found is None or not torch.tensor(found).isfinite().all() else [round(bound, 4) for bound in found]
 
 
-# ---- what is printed, written and plotted
-
-
-def cell(value: float | None, interval: Sequence[float | None] | None = None, form: str = ".2f", to: str = "–") -> str:
-    """A figure as a table's cell, with its interval; a bound that is None is infinite."""
-    if value is None:
-        return "–"
-    bounds = to.join("∞" if bound is None else f"{bound:{form}}" for bound in interval or ())
-    return f"{value:{form}}" + (f" ({bounds})" if bounds else "")
-
-
-def table_of(*columns: str, left: int = 1) -> Table:
-    """A table without lines; its first ``left`` columns are aligned to the left."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number >= left else "left", no_wrap=True)
-    return table
-
-
-def print_table(table: Table, title: str = "") -> None:
-    """To stdout."""
-    out = make_console(stderr=False)
-    if title:
-        out.print(title, style="bold", markup=False)
-    out.print(table)
-
-
-def facts_of(file: str, measured: Target | torch.device) -> dict[str, Any]:
-    """What the figures of a command (its ``__file__``) depend on: the device, of a target its dtype too."""
-    facts: dict[str, Any] = {"command": f"python benchmarks/{Path(file).name} " + shlex.join(sys.argv[1:])}
-    if isinstance(measured, Target):
-        facts |= {"target": measured.describe(), "dtype": str(measured.dtype).removeprefix("torch.")}
-        measured = measured.device
-    return facts | {"device": device_name(measured), "versions": versions()}
-
-
-def write_report(file: Path, facts: dict[str, Any], plot: Callable[[dict[str, Any], Path], None] | None = None) -> None:
-    """Write figures, and their picture beside them, and say so."""
-    write_json(file, facts)
-    said = f"wrote {file}"
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        said += "; no plot: matplotlib is not installed"
-    elif plot is not None:
-        plot(facts, file.with_suffix(".png"))
-        said += f" and {file.with_suffix('.png')}"
-    console.print(said, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def picture(path: Path, width: float, height: float, panels: int = 1, **options: Any) -> Iterator[list[Any]]:
-    """The axes of a picture's panels, side by side; it is written when they are drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
-    for each in axes[0]:
-        each.grid(alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    yield list(axes[0])
-    write_figure(figure, path)
-
-
-def legend_beside(axes: Any) -> None:
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+def with_interval(
+    columns: Tensor, statistic: Callable[[Tensor], Tensor] = share_of, name: str = "value", interval: str = "interval"
+) -> dict[str, Any]:
+    """A statistic of the sums of ``columns [C, S]``, and its interval, as fields of a report; None if not finite."""
+    value = statistic(columns.double().sum(-1))
+    if not value.isfinite():
+        return {name: None, interval: None}
+    return {name: round(float(value), 4), interval: interval_of(columns, statistic)}

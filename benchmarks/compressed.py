@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.drafters.names import SELECTORS, check_names
 from draftsmith.models.stored import known_folder
@@ -31,20 +31,15 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("what", choices=["acceptance", "speed", "selection"], help="what to measure")
     parser.add_argument("target", help="as for decode.py --target")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024], metavar="S", help="(%(default)s)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], metavar="B", help="of speeds (%(default)s)")
-    parser.add_argument("--entries", type=int, nargs="+", default=[64, 256], metavar="K", help="(%(default)s)")
+    list_option(parser, "--contexts", [1024], "S")
+    list_option(parser, "--batch-sizes", [1], "B", "of speeds (%(default)s)")
+    list_option(parser, "--entries", [64, 256], "K")
     parser.add_argument(
         "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
     )
-    parser.add_argument("--drafts", type=int, nargs="+", default=[4], metavar="N", help="tokens a step (%(default)s)")
-    parser.add_argument(
-        "--drafters",
-        nargs="+",
-        default=[],
-        metavar="DRAFTER",
-        help="others to compare speeds with, as for decode.py: draft models and ngram",
-    )
+    list_option(parser, "--drafts", [4], "N", "tokens a step (%(default)s)")
+    others = "others to compare speeds with, as for decode.py: draft models and ngram"
+    list_option(parser, "--drafters", [], "DRAFTER", others, str)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="(%(default)s)")
     parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text (%(default)s)")
@@ -69,7 +64,8 @@ import itertools
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, share_of, table_of, take_turns
+from draftsmith.benchmarks.common import take_turns, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
@@ -117,16 +113,9 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
             drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
             columns = drafted_accepted.flip(1).t()
             total = torch.tensor(of_texts).sum(0)  # [depths, 2]
-            found.append(
-                {
-                    "kind": kind,
-                    "context": context,
-                    **vars(setting),
-                    "alpha": round(float(share_of(columns.sum(1))), 4),
-                    "interval": interval_of(columns),
-                    "by_depth": [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()],
-                }
-            )
+            row = {"kind": kind, "context": context, **vars(setting), **with_interval(columns, name="alpha")}
+            shares = [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()]
+            found.append(row | {"by_depth": shares})
     return found
 
 
@@ -142,9 +131,8 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
         pairs = sorted({(each.selector, each.entries) for each in settings})
         single, _ = measure(target, costs, texts_of(args.kinds[0], target, 2, context), pairs, 32)
         for rows in args.batch_sizes:
-            seconds: dict[Setting | str, list[float]] = {
-                each: [] for each in ("plain", *settings, *others)
-            }  # per token
+            # Per token.
+            seconds: dict[Setting | str, list[float]] = {each: [] for each in ("plain", *settings, *others)}
             depths = {setting: torch.zeros(setting.drafts, 2) for setting in settings}
             executions: dict[Setting | str, str] = {}
             for number in range(args.count):
@@ -173,37 +161,17 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                 plan = predict(
                     costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft, appended
                 )
-                found.append(
-                    {
-                        "batch": rows,
-                        "context": context,
-                        **vars(setting),
-                        "speedup": round(float(share_of(columns.sum(1))), 4),
-                        "interval": interval_of(columns),
-                        "by_depth": [round(each, 4) for each in conditional],
-                        "tokens": round(plan.tokens, 3),
-                        "predicted": round(plan.speedup, 4),
-                        "verify": round(plan.verify, 3),
-                        "draft": round(plan.draft, 3),
-                        "select": round(plan.select, 3),
-                        "least_alpha": round(plan.least_alpha, 3),
-                        "execution": executions[setting],
-                    }
-                )
+                row = {"batch": rows, "context": context, **vars(setting), **with_interval(columns, name="speedup")}
+                row |= {"by_depth": [round(each, 4) for each in conditional], "tokens": round(plan.tokens, 3)}
+                row["predicted"] = round(plan.speedup, 4)
+                parts = ("verify", "draft", "select", "least_alpha")
+                row |= {name: round(getattr(plan, name), 3) for name in parts}
+                found.append(row | {"execution": executions[setting]})
             for name, drafter in others.items():
                 columns = torch.tensor([seconds["plain"], seconds[name]])
-                found.append(
-                    {
-                        "batch": rows,
-                        "context": context,
-                        "selector": name,
-                        "entries": None,
-                        "drafts": drafter.max_depth,
-                        "speedup": round(float(share_of(columns.sum(1))), 4),
-                        "interval": interval_of(columns),
-                        "execution": executions[name],
-                    }
-                )
+                row = {"batch": rows, "context": context, "selector": name, "entries": None}
+                row |= {"drafts": drafter.max_depth, **with_interval(columns, name="speedup")}
+                found.append(row | {"execution": executions[name]})
     return found
 
 
@@ -218,16 +186,8 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
                 continue
             step = batch.step(drafter_of(target, Setting(selector, entries, 1)))
             select = min(batch.run(step).select for _ in range(args.rounds + 1))
-            found.append(
-                {
-                    "batch": rows,
-                    "context": context,
-                    "selector": selector,
-                    "entries": entries,
-                    "seconds": round(select, 6),
-                    "plain_steps": round(select / plain, 3),
-                }
-            )
+            row = {"batch": rows, "context": context, "selector": selector, "entries": entries}
+            found.append(row | {"seconds": round(select, 6), "plain_steps": round(select / plain, 3)})
         advance()
     return found
 

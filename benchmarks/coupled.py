@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names
@@ -28,12 +28,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="drafter folders, or draft_model:PATH")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.7, 1.0], metavar="T", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--expansion", type=int, nargs="+", default=[3, 2, 1, 1], metavar="K", help="children by depth (%(default)s)"
-    )
+    list_option(parser, "--temperatures", [0.0, 0.3, 0.7, 1.0], "T", kind=float)
+    list_option(parser, "--expansion", [3, 2, 1, 1], "K", "children by depth (%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of all methods (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at a time (%(default)s)")
@@ -54,19 +50,20 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, share_of, table_of, write_report
+from draftsmith.benchmarks.common import load_for, ratio_of, share_of, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.timing import with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
+from draftsmith.models.target import Target
 
 Tree = dict[str, tuple[Drafter, Mode]]  # by method
 
@@ -93,13 +90,13 @@ def columns_of(outputs: Sequence[Generation]) -> torch.Tensor:
     return torch.tensor([[sum(o.accepted), len(o.accepted)] for o in outputs], dtype=torch.float64).t()
 
 
-def ratio_of(total: torch.Tensor) -> torch.Tensor:
-    """Of τ, of the sums of two methods' columns."""
-    return (total[0] / total[1]) / (total[2] / total[3])
-
-
 def measure(
-    tree: Tree, prompts: list[list[int]], kinds: Sequence[str], temperature: float, args: argparse.Namespace
+    target: Target,
+    tree: Tree,
+    prompts: list[list[int]],
+    kinds: Sequence[str],
+    temperature: float,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """τ of each method over all prompts and by kind, and the ratio of coupled sampling's to the others'."""
     sampling = Sampling(temperature, top_p=args.top_p, seed=args.seed)
@@ -107,27 +104,16 @@ def measure(
     for method, (drafter, mode) in tree.items():
         if temperature == 0 and method != "coupled":
             continue
-        decoder = SpeculativeDecoder(drafter.target, drafter)  # type: ignore[attr-defined]
-        outputs = decoder.generate(
-            prompts,
-            args.max_new_tokens,
-            mode=mode,
-            sampling=with_own_seeds(sampling, prompts),
-            batch_size=args.batch_size,
-        )
-        columns[method] = columns_of(outputs)
+        decoder = SpeculativeDecoder(target, drafter)
+        options = {"sampling": with_own_seeds(sampling, prompts), "batch_size": args.batch_size}
+        columns[method] = columns_of(decoder.generate(prompts, args.max_new_tokens, mode=mode, **options))
     methods: dict[str, Any] = {}
     for method, own in columns.items():
         both = torch.cat((columns["coupled"], own))
-        methods[method] = {
-            "tau": round(float(share_of(own.sum(-1))), 4),
-            "tau_interval": interval_of(own),
-            "coupled_over": round(float(ratio_of(both.sum(-1))), 4),
-            "coupled_over_interval": interval_of(both, ratio_of),
-            "tau_by_kind": {
-                kind: round(float(share_of(own[:, [k == kind for k in kinds]].sum(-1))), 4) for kind in sorted({*kinds})
-            },
-        }
+        methods[method] = with_interval(own, name="tau", interval="tau_interval")
+        methods[method] |= with_interval(both, ratio_of, "coupled_over", "coupled_over_interval")
+        by_kind = {kind: own[:, [each == kind for each in kinds]].sum(-1) for kind in sorted({*kinds})}
+        methods[method]["tau_by_kind"] = {kind: round(float(share_of(total)), 4) for kind, total in by_kind.items()}
     return methods
 
 
@@ -137,10 +123,7 @@ def main() -> None:
     given, target = read_prompts(args.prompts), None
     trees: dict[str, Tree] = {}
     for name in args.drafters:
-        options = {"device": args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "dtype": args.dtype}
-        target, drafter = load_drafter(name, target, target_name=args.target, all_nodes=True, **options)
-        if drafter is None:
-            raise ValueError(f"'{name}' drafts nothing; give a drafter")
+        target, drafter = load_for(name, target, args, all_nodes=True)
         trees |= trees_of(name, drafter, args.expansion)
     assert target is not None
     prompts, kinds = encode_prompts(given, target), [prompt.kind or "other" for prompt in given]
@@ -150,17 +133,12 @@ def main() -> None:
         for name, tree in trees.items():
             nodes = tree["coupled"][0].num_nodes
             for temperature in args.temperatures:
-                methods = measure(tree, prompts, kinds, temperature, args)
+                methods = measure(target, tree, prompts, kinds, temperature, args)
                 rows.append({"tree": name, "nodes": nodes, "temperature": temperature, "methods": methods})
                 for method, found in methods.items():
-                    table.add_row(
-                        name,
-                        str(nodes),
-                        f"{temperature:g}",
-                        method,
-                        cell(found["tau"], found["tau_interval"]),
-                        cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else "",
-                    )
+                    over = cell(found["coupled_over"], found["coupled_over_interval"]) if method != "coupled" else ""
+                    tau = cell(found["tau"], found["tau_interval"])
+                    table.add_row(name, str(nodes), f"{temperature:g}", method, tau, over)
                 advance(len(rows))
     print_table(table, f"{target.name} · {len(prompts)} prompts · {args.max_new_tokens} tokens")
     if args.out:

@@ -30,7 +30,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -48,40 +48,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="drafters of type ssm for the same target")
     prompts_option(parser)
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[8, 16, 24], metavar="N", help="of the merged tree, root included"
-    )
-    parser.add_argument(
-        "--expansion",
-        type=int,
-        nargs="+",
-        default=[4, 2, 2, 1, 1],
-        metavar="K",
-        help="children of each node that an SSM drafts, by depth (default 4 2 2 1 1)",
-    )
+    list_option(parser, "--nodes", [8, 16, 24], "N", "of the merged tree, root included")
+    children = "children of each node that an SSM drafts, by depth (default 4 2 2 1 1)"
+    list_option(parser, "--expansion", [4, 2, 2, 1, 1], "K", children)
     parser.add_argument(
         "--match", type=int, metavar="M", help="tokens for coverage (default: what the first folder was marked by)"
     )
     parser.add_argument("--depth", type=int, default=8, metavar="K", help="of chains (default 8)")
     parser.add_argument("--sampling", type=float, metavar="T", help="also compare ways of sampling at temperature T")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="W", help="for --sampling")
-    parser.add_argument(
-        "--pattern",
-        nargs="+",
-        default=["w", "1", "1", "1"],
-        metavar="K",
-        help="expansion for --sampling, with a w for the width (default w 1 1 1)",
-    )
+    list_option(parser, "--widths", [1, 2, 3, 4, 5], "W", "for --sampling")
+    expansion = "expansion for --sampling, with a w for the width (default w 1 1 1)"
+    list_option(parser, "--pattern", ["w", "1", "1", "1"], "K", expansion, str)
     parser.add_argument("--seed", type=int, default=0, help="for --sampling")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts decoded at once (default 8)")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
-        "in any case)",
-    )
+    end = "end decoding with drafters after so long, twice that with --sampling (16 groups of prompts are decoded "
+    parser.add_argument("--seconds", type=float, metavar="S", help=end + "in any case)")
     machine_options(parser, "of target and SSMs")
     return parser
 
@@ -92,17 +74,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from draftsmith.benchmarks.common import (
-    answers_of,
-    cell,
-    facts_of,
-    interval_of,
-    load_target_of,
-    print_table,
-    read_drafters,
-    table_of,
-    write_report,
-)
+from draftsmith.benchmarks.common import answers_of, interval_of, load_target_of, ratio_of, read_drafters, with_interval
+from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ranks import chained_ranks, coverage, matched_answers, overlap
@@ -123,9 +96,7 @@ Outputs = dict[int, Generation]  # prompt number → result
 
 def share(counts: Tensor, of: Tensor) -> dict[str, Any]:
     """Σ counts / Σ of, both ``[S]`` by prompt, with its interval; None where nothing was counted."""
-    total = float(of.sum())
-    value = round(float(counts.sum()) / total, 4) if total else None
-    return {"share": value, "interval": interval_of(torch.stack((counts, of))) if total else None}
+    return with_interval(torch.stack((counts, of)), name="share")
 
 
 def chain_shares(ranks: Tensor) -> list[dict[str, Any]]:
@@ -259,12 +230,7 @@ def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
     def difference(total: Tensor) -> Tensor:
         return total[0] / total[1] - total[2] / total[3]
 
-    if not columns.shape[1]:
-        return {"difference": None, "difference_interval": None}
-    return {
-        "difference": round(float(difference(columns.sum(-1))), 4),
-        "difference_interval": interval_of(columns, difference),
-    }
+    return with_interval(columns, difference, "difference", "difference_interval")
 
 
 def compare_sampling(
@@ -303,14 +269,8 @@ def compare_sampling(
         for draws in DRAWS[:-1]:
             row[draws] |= ratio_fields(accepted_columns([outputs[draws], outputs["naive"]]))
         widths[str(width)] = row
-    return {
-        "ssm": f"{args.folders[0]}/{ssm}",
-        "temperature": args.sampling,
-        "pattern": args.pattern,
-        "seed": args.seed,
-        "widths": widths,
-        "published": PUBLISHED,
-    }, mismatches
+    setting = {"ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, **chosen(args, "pattern", "seed")}
+    return setting | {"widths": widths, "published": PUBLISHED}, mismatches
 
 
 def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
@@ -325,18 +285,11 @@ def ratio_fields(columns: Tensor) -> dict[str, Any]:
     """Ratios of τ and of accepted drafted tokens per step, with intervals; ``columns``: ``[4, P]`` as
     :func:`accepted_columns` returns them for the two."""
 
-    def of_tau(total: Tensor) -> Tensor:
-        return (total[0] / total[1]) / (total[2] / total[3])
-
     def of_accepted(total: Tensor) -> Tensor:
         return (total[0] / total[1] - 1) / (total[2] / total[3] - 1)
 
-    fields: dict[str, Any] = {}
-    for name, ratio in (("tau_over_naive", of_tau), ("accepted_over_naive", of_accepted)):
-        value = ratio(columns.sum(-1))
-        fields[name] = round(float(value), 4) if value.isfinite() else None
-        fields[f"{name}_interval"] = interval_of(columns, ratio) if value.isfinite() else None
-    return fields
+    of_tau = with_interval(columns, ratio_of, "tau_over_naive", "tau_over_naive_interval")
+    return of_tau | with_interval(columns, of_accepted, "accepted_over_naive", "accepted_over_naive_interval")
 
 
 def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCosts) -> list[dict[str, Any]]:
@@ -350,16 +303,14 @@ def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCos
             break
         expected += each["share"]
         step = costs.relative(gamma + 1)
-        rows.append(
-            {
-                "gamma": gamma,
-                "tokens": round(expected, 4),
-                "step": round(step, 4),
-                "speedup": round(expected / (gamma * cost + step), 4),
-                "break_even": round(max(0.0, expected - step) / gamma, 4),
-                "break_even_if_a_step_costs_1": round((expected - 1) / gamma, 4),
-            }
-        )
+        figures = {
+            "tokens": expected,
+            "step": step,
+            "speedup": expected / (gamma * cost + step),
+            "break_even": max(0.0, expected - step) / gamma,
+            "break_even_if_a_step_costs_1": (expected - 1) / gamma,
+        }
+        rows.append({"gamma": gamma} | {name: round(value, 4) for name, value in figures.items()})
     return rows
 
 
@@ -430,11 +381,6 @@ def print_sampling(sampling: dict[str, Any]) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        FileNotFoundError, ValueError: a value is out of its range, or the same folder is given twice.
-    """
     check_options(args, "depth", "match", "batch_size", "nodes", "expansion", "widths")
     if args.max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: must be at least 2; the first token needs no draft")
@@ -486,16 +432,12 @@ def main() -> None:
             row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = facts_of(__file__, target) | {
+        **chosen(args, "max_new_tokens", "depth", "nodes", "expansion", "threads"),
         "prompts": len(prompts),
         "kinds": {kind: kinds.count(kind) for kind in kinds},
-        "max_new_tokens": args.max_new_tokens,
         "match": match,
-        "depth": args.depth,
-        "nodes": args.nodes,
-        "expansion": args.expansion,
         "folders": folders,
         "sampling": sampling,
-        "threads": args.threads,
     }
     print_tables(found)
     if args.out:

@@ -45,6 +45,7 @@ LEFT = {
     "_block_topk_kernel": "BLOCK_M",
     "_res_block_kernel": "BLOCK_M",
 }
+WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
 IN_PLACE = ("_commit_kernel", "_advance_kernel")  # an element is moved by one thread, so nothing is shared
 
 
@@ -85,29 +86,22 @@ def resources(done: Any) -> Resources:
     widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
     loads = re.findall(r"\b(?:LDG|LDGSTS)\.E([.\w]*)", code)
     sizes = [next((size for width, size in widths.items() if width in load.split(".")), 4) for load in loads]
-
-    def count(pattern: str) -> int:
-        return len(re.findall(pattern, code))
-
     wide = 100 * sum(size for size in sizes if size == 16) // (sum(sizes) or 1)
-    return Resources(
-        used["REG"],
-        used["STACK"],
-        shared,
-        threads,
-        by_registers,
-        fit,
-        count(r"\bHGMMA\."),
-        count(r"\bHMMA\."),
-        count(r"\b(?:STL|LDL)\b"),
-        count(r"\bBAR\."),
-        len(loads),
-        wide,
-    )
+    patterns = (r"\bHGMMA\.", r"\bHMMA\.", r"\b(?:STL|LDL)\b", r"\bBAR\.")
+    hgmma, hmma, spills, barriers = (len(re.findall(pattern, code)) for pattern in patterns)
+    of_code = hgmma, hmma, spills, barriers, len(loads), wide
+    return Resources(used["REG"], used["STACK"], shared, threads, by_registers, fit, *of_code)
 
 
-def complaints(launch: Launch, found: Resources, main: bool) -> list[str]:
-    """What is wrong with a launch; ``main``: of a step of the usual models in 16 bits."""
+def narrow_products(ttir: str) -> list[tuple[str, str]]:
+    """The 32-bit products of two variables, such as an index and a stride, in a kernel's intermediate code."""
+    constants = set(re.findall(r"(%\S+) = arith\.constant", ttir))
+    products = re.findall(r"arith\.muli (%\S+), (%\S+) : (?:tensor<[\dx]+x)?i32", ttir)
+    return [pair for pair in products if not constants & set(pair)]
+
+
+def complaints(launch: Launch, done: Any, found: Resources, main: bool) -> list[str]:
+    """What is wrong with a launch and Triton's compiled kernel; ``main``: of a step of the usual models in 16 bits."""
     _, signature, constants, _ = launch.pack()
     names = launch.kernel.arg_names
     left = constants.get((names.index(LEFT[launch.name]),), 0) if launch.name in LEFT else 0
@@ -126,6 +120,8 @@ def complaints(launch: Launch, found: Resources, main: bool) -> list[str]:
             wrong.append(f"loads of 16 bytes bring less than {least} % of the bytes")
     if launch.name in IN_PLACE and (found.shared or found.barriers):
         wrong.append("it shares memory, and works in place")
+    if launch.name in WIDE and narrow_products(done.asm["ttir"]):
+        wrong.append("its offsets are products of 32 bits")
     return wrong
 
 
@@ -133,7 +129,7 @@ empty = partial(torch.empty, device="meta")
 BF16, INT = torch.bfloat16, torch.int64
 
 
-def _attention(
+def attention(
     queries: int,
     kv_heads: int,
     rows: int = 1,
@@ -143,9 +139,10 @@ def _attention(
     window: int = 0,
     softcap: float | None = None,
     last_merges: bool = False,
+    slots: int = 2048,
 ) -> None:
     q = empty(rows, queries, heads, width, dtype=dtype).transpose(1, 2)
-    cache = empty(2, rows, kv_heads, 2048, width, dtype=dtype)
+    cache = empty(2, rows, kv_heads, slots, width, dtype=dtype)
     lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)
     ancestors = empty(rows, queries, -(-queries // 64), dtype=INT)
     tree_attention.tree_attention_cached(
@@ -153,13 +150,13 @@ def _attention(
     )
 
 
-def _products(rows: int) -> None:
-    x, matrix = empty(rows, 4096, dtype=BF16), empty(4096, 4096, dtype=BF16).t()
-    for form in {
-        one._replace(parts=0): one for one in few_rows.candidates(rows, 4096, 4096, BF16, PROCESSORS)
-    }.values():
+def products(rows: int, dtype: torch.dtype = BF16, bias: bool = False) -> None:
+    """Each block size that is measured on such a GPU."""
+    x, matrix = empty(rows, 4096, dtype=dtype), empty(4096, 4096, dtype=dtype).t()
+    forms = few_rows.candidates(rows, 4096, 4096, dtype, PROCESSORS)
+    for form in {one._replace(parts=0): one for one in forms}.values():
         parts = few_rows.few_rows_product(x, matrix, form)
-    few_rows.sum_parts(parts, empty(rows, 4096, dtype=BF16), None)
+    few_rows.sum_parts(parts, empty(rows, 4096, dtype=dtype), x[0] if bias else None)
 
 
 def _folded(rows: int) -> None:
@@ -192,11 +189,8 @@ def _layer(nodes: int, parts: int) -> None:
     add_norm.add_norm(x, y, weight, 1e-6, x)
     gated.gated(empty(parts, nodes, 28672, dtype=dtype), empty(nodes, 14336, dtype=BF16), "silu")
     cache, numbers = empty(2, 1, 8, 2048, 128, dtype=BF16).permute(1, 3, 0, 2, 4), empty(1, nodes, dtype=INT)
-    qkv, table, q = (
-        empty(parts, nodes, 6144, dtype=dtype),
-        empty(2048, 256, dtype=BF16),
-        empty(1, nodes, 32, 128, dtype=BF16),
-    )
+    qkv, table = empty(parts, nodes, 6144, dtype=dtype), empty(2048, 256, dtype=BF16)
+    q = empty(1, nodes, 32, 128, dtype=BF16)
     rotate_write.rotate_write(qkv, table, numbers, numbers, cache, q)
 
 
@@ -208,14 +202,14 @@ def _heads(rows: int, heads: int = 3) -> None:
     head_topk.head_topk(empty(heads * rows, 4096, dtype=BF16), empty(32000, 4096, dtype=BF16), 10)
 
 
-def _acceptance(nodes: int) -> None:
+def acceptance(nodes: int, dtype: torch.dtype = BF16) -> None:
     numbers, small = empty(1, nodes, dtype=INT), empty(1, nodes, dtype=torch.int32)
     of_row, flag = empty(1, dtype=INT), empty(1, nodes, dtype=torch.bool)
-    parts = numbers, empty(1, nodes, dtype=BF16), numbers, small, small, numbers[..., None]
+    parts = numbers, empty(1, nodes, dtype=dtype), numbers, small, small, empty(1, nodes, -(-nodes // 64), dtype=INT)
     accept_greedy.accept_greedy(*parts, flag, flag[:, 0].clone(), numbers.new_empty(1, 8), 5)
-    features = empty(1, nodes, 4096, dtype=BF16)
+    features = empty(1, nodes, 4096, dtype=dtype)
     accept_greedy.advance(of_row, of_row, features[:, 0], features, of_row, of_row, of_row, flag[:, 0].clone())
-    commit.commit(empty(32, 2, 1, 8, 2048, 128, dtype=BF16), of_row, empty(1, 6, dtype=INT), of_row)
+    commit.commit(empty(32, 2, 1, 8, 2048, 128, dtype=dtype), of_row, empty(1, 6, dtype=INT), of_row)
 
 
 def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:
@@ -237,14 +231,14 @@ def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, Fal
 ALL = True, True, True
 # Main paths, and others; 7B has 32 key/value heads, 8B has 8.
 MAIN: dict[str, Callable[[], None]] = {
-    "attention 7B, 1 node": partial(_attention, 1, 32),
-    "attention 8B, 1 node": partial(_attention, 1, 8),
-    "attention 7B, 64 nodes": partial(_attention, 64, 32),
-    "attention 8B, 64 nodes": partial(_attention, 64, 8),
-    "products, 1 row": partial(_products, 1),
-    "products, 16 rows": partial(_products, 16),
-    "products, 32 rows": partial(_products, 32),
-    "products, 64 rows": partial(_products, 64),
+    "attention 7B, 1 node": partial(attention, 1, 32),
+    "attention 8B, 1 node": partial(attention, 1, 8),
+    "attention 7B, 64 nodes": partial(attention, 64, 32),
+    "attention 8B, 64 nodes": partial(attention, 64, 8),
+    "products, 1 row": partial(products, 1),
+    "products, 16 rows": partial(products, 16),
+    "products, 32 rows": partial(products, 32),
+    "products, 64 rows": partial(products, 64),
     "folded products, 1 row": partial(_folded, 1),
     "folded products, 64 rows": partial(_folded, 64),
     "level, 1 node": partial(_level, 1),
@@ -253,21 +247,21 @@ MAIN: dict[str, Callable[[], None]] = {
     "layer, 64 nodes": partial(_layer, 64, 1),
     "Medusa, 1 row": partial(_heads, 1),
     "Medusa, 64 rows": partial(_heads, 64),
-    "acceptance": partial(_acceptance, 64),
+    "acceptance": partial(acceptance, 64),
     "verification": partial(_verification, 10),
     "coupled sampling": partial(_coupled, 64, 1),
     "drafts under noise": partial(_coupled, 4, 10),
 }
 OTHERS: dict[str, Callable[[], None]] = {
-    "attention 8B, 64 nodes, 20 rows": partial(_attention, 64, 8, 20),
+    "attention 8B, 64 nodes, 20 rows": partial(attention, 64, 8, 20),
     "verification, top-k and top-p": partial(_verification, 10, False, ALL),
     "coupled sampling, top-k and top-p": partial(_coupled, 64, 1, ALL),
     "verification with q": partial(_verification, 4, True, ALL),
-    "attention 8B, 1 node, merging": partial(_attention, 1, 8, last_merges=True),
-    "attention, window, cap": partial(_attention, 64, 8, window=512, softcap=30.0),
-    "attention, D = 256": partial(_attention, 64, 8, width=256, heads=16),
-    "attention, D = 256, window, cap": partial(_attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),
-    "attention, float32, 16 nodes": partial(_attention, 16, 8, dtype=torch.float32),
+    "attention 8B, 1 node, merging": partial(attention, 1, 8, last_merges=True),
+    "attention, window, cap": partial(attention, 64, 8, window=512, softcap=30.0),
+    "attention, D = 256": partial(attention, 64, 8, width=256, heads=16),
+    "attention, D = 256, window, cap": partial(attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),
+    "attention, float32, 16 nodes": partial(attention, 16, 8, dtype=torch.float32),
 }
 
 
@@ -282,8 +276,9 @@ def report(cases: dict[str, bool]) -> list[tuple[str, Launch, Resources, list[st
             (MAIN if main else OTHERS)[case]()
         for launch in launches:
             if launch.key not in known:
-                found = resources(launch.compiled())
-                rows.append((case, launch, found, complaints(launch, found, main)))
+                done = launch.compiled()
+                found = resources(done)
+                rows.append((case, launch, found, complaints(launch, done, found, main)))
                 known.add(launch.key)
     return rows
 

@@ -39,6 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks.options import list_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 
 KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
@@ -52,23 +53,19 @@ HEADS = (128256, 32000)
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="KERNEL", help=f"some of: {', '.join(KERNELS)}; all if left out")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="rows (B)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="cached tokens (L)")
-    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 64, 128], help="nodes of the tree (N)")
+    list_option(parser, "--batches", [1, 8, 32], help="rows (B)")
+    list_option(parser, "--contexts", [1024, 4096, 16384], help="cached tokens (L)")
+    list_option(parser, "--nodes", [16, 64, 128], help="nodes of the tree (N)")
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8, help="key/value heads")
     parser.add_argument("--width", type=int, default=128, help="head width (D)")
     parser.add_argument("--layers", type=int, default=32, help="layers that a commit moves")
     parser.add_argument("--hidden", type=int, default=4096, help="hidden width (d)")
-    parser.add_argument("--level", type=int, nargs="+", default=[1, 8], help="nodes of a text (n) for shortlist")
-    parser.add_argument(
-        "--vocabulary",
-        type=int,
-        nargs="+",
-        help=f"V; {VOCABULARY} if left out, for shortlist {' '.join(map(str, VOCABULARIES))}, for few_rows "
-        f"{' '.join(map(str, HEADS))}",
-    )
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64], help="rows (M) of few_rows")
+    list_option(parser, "--level", [1, 8], help="nodes of a text (n) for shortlist")
+    of_shortlist, of_few_rows = (" ".join(map(str, sizes)) for sizes in (VOCABULARIES, HEADS))
+    sizes = f"V; {VOCABULARY} if left out, for shortlist {of_shortlist}, for few_rows {of_few_rows}"
+    list_option(parser, "--vocabulary", None, help=sizes)
+    list_option(parser, "--rows", [1, 8, 16, 64], help="rows (M) of few_rows")
     parser.add_argument("--compiled", action="store_true", help="few_rows beside torch.compile (max-autotune) too")
     parser.add_argument(
         "--dtype",
@@ -147,7 +144,10 @@ class Row:
     difference: float
 
 
-def seconds(calls: Sequence[Callable[[], Any]], repeats: int = 30, limit: float = LIMIT) -> tuple[float, float, float]:
+Calls = Sequence[Callable[[], Any]]
+
+
+def seconds(calls: Calls, repeats: int = 30, limit: float = LIMIT) -> tuple[float, float, float]:
     """Median, 20 % and 80 % quantile of the seconds of one call. On a GPU all calls are captured in one CUDA graph.
 
     Args:
@@ -166,7 +166,7 @@ def quantiles(times: Sequence[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def _run(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+def _run(calls: Calls, repeats: int, limit: float) -> tuple[Callable[[], float], float]:
     """On the CPU: a function that runs all calls and returns their seconds, and how long it takes."""
 
     def take() -> float:
@@ -178,7 +178,7 @@ def _run(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tupl
     return take, take()
 
 
-def _capture(calls: Sequence[Callable[[], Any]], repeats: int, limit: float) -> tuple[Callable[[], float], float]:
+def _capture(calls: Calls, repeats: int, limit: float) -> tuple[Callable[[], float], float]:
     """On a GPU: a function that replays a graph of the calls and returns the seconds of all calls, and how long it
     takes."""
 
@@ -256,22 +256,11 @@ class Table:
             facts |= {"shapes": {"done": self.done, "planned": self.planned}}
             write_json(self.args.out, facts | {"rows": [asdict(row) for row in self.rows]})
 
-    def add(
-        self,
-        kernel: str,
-        way: str,
-        shape: dict[str, int],
-        calls: Sequence[Callable[[], Any]],
-        moved: float,
-        operations: float,
-        difference: float,
-    ) -> None:
-        """Time the calls; the other arguments are fields of :class:`Row`."""
-        median, low, high = seconds(calls)
-        bound = self.device.bound(Work(moved, operations))[1]
-        row = Row(
-            kernel, way, shape, median * 1e6, low * 1e6, high * 1e6, moved, operations, bound / median, difference
-        )
+    def add(self, kernel: str, way: str, shape: dict[str, int], calls: Calls, work: Work, difference: float) -> None:
+        """Time the calls; ``work``: of one; the other arguments are fields of :class:`Row`."""
+        median, low, high = (1e6 * time for time in seconds(calls))
+        of_bound = self.device.bound(work)[1] * 1e6 / median
+        row = Row(kernel, way, shape, median, low, high, work.moved, work.operations, of_bound, difference)
         self.rows.append(row)
         self.write()
         sizes = " ".join(f"{name}={size}" for name, size in shape.items())
@@ -334,13 +323,13 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
     moved = (2.0 * kv_heads * keys * width + 2 * q.numel()) * dtype.itemsize
     for name, way in ways.items():
         difference = float((way(*caches[0]) - expected).abs().max())
-        calls = [lambda k=k, v=v, way=way: way(k, v) for k, v in caches]
+        calls = [partial(way, *cache) for cache in caches]
         name = f"{name}, ragged" if ragged else name
-        table.add("attention", name, shape, calls, moved, 4.0 * heads * nodes * keys * width, difference)
+        table.add("attention", name, shape, calls, Work(moved, 4.0 * heads * nodes * keys * width), difference)
     if args.device == "cuda":
         shape = {"B": batch, "T": nodes}
         plan = [lambda: tree_work(lengths, nodes, items)]
-        table.add("attention", "plan, ragged" if ragged else "plan", shape, plan, 12.0 * items, 0.0, 0.0)
+        table.add("attention", "plan, ragged" if ragged else "plan", shape, plan, Work(12.0 * items), 0.0)
 
 
 def bench_prefill(args: argparse.Namespace, table: Table, batch: int, context: int) -> None:
@@ -369,7 +358,7 @@ def bench_prefill(args: argparse.Namespace, table: Table, batch: int, context: i
         if args.device == "cuda":
             print(f"{name}: {(torch.cuda.max_memory_allocated() - before) / 2**20:.1f} MiB at its peak", flush=True)
         shape = {"B": batch, "L": context, "T": chunk}
-        table.add("attention", name, shape, [way], moved, 4.0 * batch * heads * pairs * width, difference)
+        table.add("attention", name, shape, [way], Work(moved, 4.0 * batch * heads * pairs * width), difference)
 
 
 def flex_attention_way(
@@ -411,8 +400,8 @@ def bench_commit(args: argparse.Namespace, table: Table, batch: int, nodes: int)
         results.append(moved[..., : context + depth + 1, :].clone())  # timing moves them again
         difference = float((results[-1] - results[0]).abs().max())
         size = 2 * depth * storage[..., 0, :].numel() * table.dtype.itemsize
-        call = lambda way=way, moved=moved: way(moved)  # noqa: E731
-        table.add("commit", name, {"layers": args.layers, "B": batch, "N": nodes}, [call], size, 0, difference)
+        shape = {"layers": args.layers, "B": batch, "N": nodes}
+        table.add("commit", name, shape, [partial(way, moved)], Work(size), difference)
 
 
 def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
@@ -420,39 +409,23 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
     logits = torch.randn(batch, nodes, vocabulary, device=args.device).mul(3).to(dtype)
     p = logits.float().softmax(-1)
     tokens = p.flatten(0, 1).multinomial(1).view(batch, nodes)
-    numbers = (
-        torch.arange(nodes * draws, device=args.device).view(nodes, draws) + 1
-    )  # node i's draws lead to 4i + 1 … 4i + 4
+    # Node i's draws lead to 4i + 1 … 4i + 4.
+    numbers = torch.arange(nodes * draws, device=args.device).view(nodes, draws) + 1
     child = torch.where(numbers < nodes, numbers, -1).expand(batch, -1, -1)
     q_row = torch.arange(nodes, device=args.device)[:, None].expand(nodes, draws).expand(batch, -1, -1)
     uniforms, last = torch.rand(batch, nodes, draws, device=args.device), torch.rand(batch, device=args.device)
     temperature = torch.full((batch,), 0.8, device=args.device)
     top_k, top_p = torch.full((batch,), 50, device=args.device), torch.full((batch,), 0.9, device=args.device)
     drawn_q = torch.randn_like(p).mul(3).add(p.log()).softmax(-1)
+    shape = {"B": batch, "N": nodes, "V": vocabulary}
     for name, kind, q, uses in (
         ("one-hot", ONE_HOT, None, (False, False, False)),
         ("one-hot, top-k and top-p", ONE_HOT, None, (False, True, False)),
         ("drawn", WITHOUT_REPLACEMENT, drawn_q, (False, False, False)),
     ):
-        shape = {"B": batch, "N": nodes, "V": vocabulary}
         kinds = torch.full_like(child, kind, dtype=torch.int8)
-        arguments = (
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            top_p,
-            tokens,
-            child,
-            kinds,
-            q_row,
-            q,
-            uniforms,
-            last,
-            4,
-            None,
-            uses,
-        )
+        tree = tokens, child, kinds, q_row, q
+        arguments = logits, temperature, top_k, top_p, top_p, *tree, uniforms, last, 4, None, uses
         expected = verify_logits_reference(*arguments)
         inner = min(nodes, -(-(nodes - 1) // draws))  # nodes that have draws
         # All logits once, those of the node where the walk stops again; q of the nodes that have draws.
@@ -463,8 +436,8 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
             differs = torch.stack(
                 [(a == b).view(batch, -1).all(1) for a, b in zip(results, expected, strict=True)]
             ).all(0)
-            call = lambda function=function, arguments=arguments: function(*arguments)  # noqa: E731
-            table.add("verify", f"{way}, {name}", shape, [call], size, 0, float((~differs).float().mean()))
+            calls, differences = [partial(function, *arguments)], float((~differs).float().mean())
+            table.add("verify", f"{way}, {name}", shape, calls, Work(size), differences)
     seed, positions = torch.arange(batch, device=args.device), torch.arange(nodes, device=args.device).repeat(batch, 1)
     no_k, no_p, no_min = torch.zeros_like(top_k), torch.ones_like(top_p), torch.zeros_like(top_p)
     for name, filters, uses in (
@@ -475,10 +448,9 @@ def bench_verify(args: argparse.Namespace, table: Table, batch: int, nodes: int,
         _, _, expected = coupled_topk_reference(*settings)
         for way, function in (("plain PyTorch", coupled_topk_reference), ("kernel", partial(coupled_topk, uses=uses))):
             differs = (function(*settings)[2] != expected).float().mean()
-            call = lambda function=function, settings=settings: function(*settings)  # noqa: E731
             size = batch * vocabulary * dtype.itemsize * float(nodes)
-            shape = {"B": batch, "N": nodes, "V": vocabulary}
-            table.add("verify", f"{way}, {name}", shape, [call], size, 0, float(differs))
+            calls = [partial(function, *settings)]
+            table.add("verify", f"{way}, {name}", shape, calls, Work(size), float(differs))
 
 
 def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabulary: int) -> None:
@@ -491,9 +463,9 @@ def bench_head_topk(args: argparse.Namespace, table: Table, batch: int, vocabula
         ("triton", lambda w: head_topk(features, w, count)),
     ):
         difference = float((way(weights[0])[0] - exact).abs().max())
-        calls = [lambda w=w, way=way: way(w) for w in weights]
-        shape, size = {"M": rows, "d": args.hidden, "V": vocabulary}, weights[0].nbytes
-        table.add("head_topk", name, shape, calls, size, 2.0 * rows * args.hidden * vocabulary, difference)
+        shape = {"M": rows, "d": args.hidden, "V": vocabulary}
+        work = Work(weights[0].nbytes, 2.0 * rows * args.hidden * vocabulary)
+        table.add("head_topk", name, shape, [partial(way, weight) for weight in weights], work, difference)
 
 
 def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: int, vocabulary: int) -> None:
@@ -543,40 +515,20 @@ def bench_shortlist(args: argparse.Namespace, table: Table, batch: int, nodes: i
     moved = float(counts.double().mean()) * width * dtype.itemsize
     per_byte = 2.0 * nodes / dtype.itemsize  # multiply-adds · 2
     pairs = [(heads[number % len(heads)], one.rows) for number, one in enumerate(lists)]
-    for way, calls, difference, bytes_moved, operations in (
-        ("full head", [lambda h=h: full(h) for h in heads], compare(of_rows), size, size * per_byte * batch),
-        (
-            "shortlist",
-            [lambda h=h, r=r: logits(h, r) for h, r in pairs],
-            compare(logits(head, rows)[:1]),
-            moved,
-            moved * per_byte,
-        ),
-        (
-            "full head, topk",
-            [lambda h=h: full_topk(h) for h in heads],
-            compare_best(full_topk(head), full(head)[:1].topk(count).values),
-            size,
-            size * per_byte * batch,
-        ),
-        (
-            "shortlist, topk",
-            [lambda h=h, r=r: topk(h, r) for h, r in pairs],
-            compare_best(topk(head, rows), exact.topk(count).values),
-            moved,
-            moved * per_byte,
-        ),
-        (
-            "choice of rows",
-            [lambda s=s: pack_shortlist(s, starts, clusters, capacity) for s in scores],
-            float(
-                (pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows != rows.cpu()).float().mean()
-            ),
-            8.0 * rows.numel(),
-            0.0,
-        ),
+    whole, listed = Work(size, size * per_byte * batch), Work(moved, moved * per_byte)
+    of_full = compare_best(full_topk(head), full(head)[:1].topk(count).values)
+    of_list = compare_best(topk(head, rows), exact.topk(count).values)
+    on_cpu = pack_shortlist(scores[0].cpu(), starts.cpu(), clusters, capacity).rows
+    other_rows = float((on_cpu != rows.cpu()).float().mean())
+    choices = [partial(pack_shortlist, each, starts, clusters, capacity) for each in scores]
+    for way, calls, difference, work in (
+        ("full head", [partial(full, each) for each in heads], compare(of_rows), whole),
+        ("shortlist", [partial(logits, *pair) for pair in pairs], compare(logits(head, rows)[:1]), listed),
+        ("full head, topk", [partial(full_topk, each) for each in heads], of_full, whole),
+        ("shortlist, topk", [partial(topk, *pair) for pair in pairs], of_list, listed),
+        ("choice of rows", choices, other_rows, Work(8.0 * rows.numel())),
     ):
-        table.add("shortlist", way, shape, calls, bytes_moved, operations, difference)
+        table.add("shortlist", way, shape, calls, work, difference)
 
 
 def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: int, outputs: int) -> None:
@@ -596,8 +548,8 @@ def bench_few_rows(args: argparse.Namespace, table: Table, rows: int, inputs: in
     for way, function in ways.items():
         found = function(matrices[0]).float()
         difference = float(((found.sum(0) if found.dim() == 3 else found) - exact).abs().max())
-        calls = [lambda w=w, function=function: function(w) for w in matrices]
-        table.add("few_rows", way, shape, calls, moved, 2.0 * rows * inputs * outputs, difference)
+        calls = [partial(function, matrix) for matrix in matrices]
+        table.add("few_rows", way, shape, calls, Work(moved, 2.0 * rows * inputs * outputs), difference)
 
 
 def few_rows_forms(rows: int, matrix: Tensor) -> tuple[str, str]:
@@ -625,25 +577,17 @@ Way = Callable[..., Sequence[Tensor]]  # arguments, some of which are written to
 
 
 def add_fused(
-    table: Table,
-    name: str,
-    shape: dict[str, int],
-    plain: Way,
-    fused: Way,
-    reference: Way,
-    data: Sequence[Sequence[Tensor]],
-    moved: float,
-    operations: float = 0.0,
+    table: Table, name: str, shape: dict[str, int], ways: Sequence[Way], data: Sequence[Sequence[Tensor]], work: Work
 ) -> None:
-    """Both ways over all ``data``, the arguments of calls, beside the definition's result."""
+    """Plain PyTorch and the kernel over all ``data``, the arguments of calls, beside the definition's result: the three
+    ``ways``, in this order."""
     first = [part.clone() for part in data[0]]  # timing changes them
-    expected = reference(*(part.clone() for part in first))
-    for way, function in (("plain PyTorch", plain), ("triton", fused)):
+    expected = ways[2](*(part.clone() for part in first))
+    for way, function in zip(("plain PyTorch", "triton"), ways, strict=False):
         found = function(*(part.clone() for part in first))
         pairs = zip(found, expected, strict=True)
         difference = float(torch.stack([(a.float() - b.float()).abs().max() for a, b in pairs]).max())  # NaN if one is
-        calls = [lambda one=one, function=function: function(*one) for one in data]
-        table.add("fused", f"{way}, {name}", shape, calls, moved, operations, difference)
+        table.add("fused", f"{way}, {name}", shape, [partial(function, *one) for one in data], work, difference)
 
 
 def bench_add_norm(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
@@ -665,7 +609,7 @@ def bench_add_norm(args: argparse.Namespace, table: Table, batch: int, nodes: in
     x, y, out = data[0]
     moved = y.nbytes + 2.0 * x.nbytes + out.nbytes + weight.nbytes
     ways = plain, partial(by, add_norm), partial(by, add_norm_reference)
-    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, *ways, data, moved)
+    add_fused(table, "add_norm", {"S": parts, "M": rows, "d": width}, ways, data, Work(moved))
 
 
 def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
@@ -703,7 +647,7 @@ def bench_rotate_write(args: argparse.Namespace, table: Table, batch: int, nodes
 
     moved = data[0][0].nbytes + float(rows * all_heads * width * dtype.itemsize)
     ways = plain, partial(by, rotate_write), partial(by, rotate_write_reference)
-    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, *ways, data, moved)
+    add_fused(table, "rotate_write", {"S": parts, "B": batch, "N": nodes}, ways, data, Work(moved))
 
 
 def bench_gated(args: argparse.Namespace, table: Table, batch: int, nodes: int, parts: int) -> None:
@@ -723,7 +667,7 @@ def bench_gated(args: argparse.Namespace, table: Table, batch: int, nodes: int, 
 
     moved = float(sum(part.nbytes for part in data[0]))
     ways = plain, partial(by, gated), partial(by, gated_reference)
-    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, *ways, data, moved)
+    add_fused(table, "gated", {"S": parts, "M": rows, "F": width}, ways, data, Work(moved))
 
 
 def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
@@ -732,17 +676,13 @@ def bench_res_block(args: argparse.Namespace, table: Table, batch: int) -> None:
     x, bias = table.randn(batch, width).expand(heads, -1, -1), table.randn(heads, 1, width)
     weights = table.cold(lambda: table.randn(heads, width, width).mul_(width**-0.5))
     moved = weights[0].nbytes + bias.nbytes + (batch + heads * batch) * width * float(table.dtype.itemsize)
-    add_fused(
-        table,
-        "res_block",
-        {"K": heads, "P": batch, "d": width},
+    ways = (
         lambda *data: (res_block_reference(*data),),
         lambda *data: (res_block(*data),),
         lambda *data: (res_block_reference(*(part.float() for part in data)),),
-        [(x, weight, bias) for weight in weights],
-        moved,
-        2.0 * heads * batch * width**2,
     )
+    shape, data = {"K": heads, "P": batch, "d": width}, [(x, weight, bias) for weight in weights]
+    add_fused(table, "res_block", shape, ways, data, Work(moved, 2.0 * heads * batch * width**2))
 
 
 def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: int) -> None:
@@ -764,7 +704,7 @@ def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: 
     plain, fused = partial(accept, accept_greedy_reference), partial(accept, accept_greedy)
     shape, expected = {"B": batch, "N": nodes}, plain(*(part.clone() for part in data))
     moved = float(sum(part.nbytes for part in (*data, *expected[:-1])))
-    add_fused(table, "accept_greedy", shape, plain, fused, plain, [data], moved)
+    add_fused(table, "accept_greedy", shape, (plain, fused, plain), [data], Work(moved))
 
     _, length, node, bonus, _, _ = expected
     features = table.randn(batch, nodes, args.hidden)
@@ -776,7 +716,8 @@ def bench_acceptance(args: argparse.Namespace, table: Table, batch: int, nodes: 
         return data[:3]
 
     plain, fused = partial(go_on, advance_reference), partial(go_on, advance)
-    add_fused(table, "advance", shape | {"F": args.hidden}, plain, fused, plain, [data], 2.0 * state[2].nbytes)
+    work = Work(2.0 * state[2].nbytes)
+    add_fused(table, "advance", shape | {"F": args.hidden}, (plain, fused, plain), [data], work)
 
 
 def main() -> None:

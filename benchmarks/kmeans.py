@@ -12,17 +12,12 @@ import resource
 import time
 from typing import Any
 
-from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.benchmarks.options import check_options, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 
 PARSER = CommandLine(__doc__)
-PARSER.add_argument(
-    "--vocabulary",
-    type=int,
-    nargs="+",
-    default=[49152, 128256, 262144],
-    help="V, one or more (default: those of SmolLM2, Llama 3 and Gemma)",
-)
+HEADS = "V, one or more (default: those of SmolLM2, Llama 3 and Gemma)"
+list_option(PARSER, "--vocabulary", [49152, 128256, 262144], help=HEADS)
 PARSER.add_argument("--hidden", type=int, default=576, help="d (default 576)")
 PARSER.add_argument("--clusters", type=int, default=256, help="M (default 256)")
 PARSER.add_argument("--iterations", type=int, default=20, help="at most (default 20)")
@@ -36,7 +31,8 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import alone
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.train.clusters import SEEDING_ROWS, spherical_kmeans
 
 METHODS = ("draftsmith", "scikit-learn")
@@ -101,14 +97,8 @@ def main() -> None:
             found = alone(run, method, vocabulary, options, iterations)
             iterations = int(found["iterations"])
             results.append({"vocabulary": vocabulary, "method": method, **found})
-            table.add_row(
-                f"{vocabulary:,}",
-                method,
-                f"{found['seconds']:.1f}",
-                str(found["iterations"]),
-                f"{found['mib']:,.0f}",
-                f"{found['objective']:.4f}",
-            )
+            seconds, mib, objective = f"{found['seconds']:.1f}", f"{found['mib']:,.0f}", f"{found['objective']:.4f}"
+            table.add_row(f"{vocabulary:,}", method, seconds, str(found["iterations"]), mib, objective)
     facts = facts_of(__file__, torch.device("cpu")) | {"options": options, "results": results}
     print_table(table, f"{facts['device']}, d = {args.hidden}, M = {args.clusters}")
     if args.out:

@@ -44,7 +44,7 @@ if __name__ == "__main__":
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.benchmarks.common import facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -72,10 +72,8 @@ def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
     """
     heads, joint = (stage.model_dump(mode="json") for stage in recipe.stages)
     # No KL limit applies then, so that the weights are chosen by τ alone, however far the target has moved.
-    loose = {
-        **joint,
-        "joint": {**joint["joint"], "loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0},
-    }
+    weights = {"loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0}
+    loose = {**joint, "joint": joint["joint"] | weights}
 
     def stages(*entries: tuple[dict[str, Any], int]) -> str:
         return "stages=" + json.dumps([{**entry, "steps": count} for entry, count in entries])
@@ -159,27 +157,13 @@ def main() -> None:
         folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
     facts = facts_of(__file__, DEVICE) | {"ways": rows}
-    table = table_of(
-        "way",
-        "τ",
-        "τ before\nloops",
-        "τ on the\noriginal's text",
-        "× plain",
-        "KL per\ntoken",
-        "perplexity\nratio",
-        "exact",
-    )
+    columns = ("τ", "τ before\nloops", "τ on the\noriginal's text", "× plain", "KL per\ntoken", "perplexity\nratio")
+    table = table_of("way", *columns, "exact")
     for name, row in rows.items():
-        table.add_row(
-            name,
-            f"{row['mean_accepted_length']:.2f}",
-            f"{row['mean_accepted_length_before_first_loop'] or 1:.2f}",
-            f"{row['simulated_on_the_originals_text']:.2f}",
-            f"{row['speedup']:.2f}",
-            f"{row['kl']:.4f}",
-            f"{row['perplexity_ratio']:.4f}",
-            "yes" if not row["lossless"]["mismatches"] else "NO",
-        )
+        before_loops = row["mean_accepted_length_before_first_loop"] or 1
+        figures = row["mean_accepted_length"], before_loops, row["simulated_on_the_originals_text"], row["speedup"]
+        moved = (cell(row[field], form=".4f") for field in ("kl", "perplexity_ratio"))
+        table.add_row(name, *map(cell, figures), *moved, "NO" if row["lossless"]["mismatches"] else "yes")
     print_table(table, f"{args.recipe} · {args.steps} steps of the heads · {facts['device']}")
     write_report(args.out / "bench.json", facts)
 

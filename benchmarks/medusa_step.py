@@ -45,7 +45,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.benchmarks.common import alone, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import alone
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import Choice, choose_autocast, describe, say
 from draftsmith.models.target import Target

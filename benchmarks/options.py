@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,18 @@ from draftsmith.models.options import dtype_option
 
 def prompts_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
+
+
+def list_option(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: list[Any] | None,
+    metavar: str | None = None,
+    help: str = "(%(default)s)",
+    kind: Callable[[str], Any] = int,
+) -> None:
+    """Add an option of one or more values."""
+    parser.add_argument(name, type=kind, nargs="+", default=default, metavar=metavar, help=help)
 
 
 def machine_options(parser: argparse.ArgumentParser, dtype: str = "", *, device: bool = True, out: bool = True) -> None:

@@ -56,7 +56,8 @@ if __name__ == "__main__":
 import torch
 from scipy.stats import binomtest
 
-from draftsmith.benchmarks.common import cell, facts_of, interval_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import interval_of
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.benchmarks.typical import nats_per_token
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts

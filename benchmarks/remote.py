@@ -52,11 +52,8 @@ class RemoteServer:
         return ConnectionError(f"--url {self.server.url}: {error.reason} ({error.detail})")
 
     def answer(self, prompt: Sequence[int], limit: int) -> Answer:
-        """Continue a prompt's token ids by ``limit`` tokens at most.
-
-        Raises:
-            ConnectionError: no answer, or none that can be read.
-        """
+        """Continue a prompt's token ids by ``limit`` tokens at most. Raises ConnectionError: no answer, or none that
+        can be read."""
         asked = {
             "model": self.server.model,
             "prompt": list(prompt),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks.options import list_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_file
 from draftsmith.inference.commands.options import check_counts
@@ -23,14 +24,8 @@ from draftsmith.inference.commands.options import check_counts
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument(
-        "--ranks",
-        type=float,
-        nargs="+",
-        default=[0.7, 0.1, 0.05, 0.03],
-        metavar="P",
-        help="probability that the drafter's k-th token is accepted (%(default)s)",
-    )
+    accepted = "probability that the drafter's k-th token is accepted (%(default)s)"
+    list_option(parser, "--ranks", [0.7, 0.1, 0.05, 0.03], "P", accepted, float)
     parser.add_argument("--depth", type=int, default=7, help="levels of a tree, at most (%(default)s)")
     parser.add_argument("--nodes", type=int, default=64, help="nodes of a tree, at most (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, a plot beside it")
@@ -51,7 +46,7 @@ import math
 
 import torch
 
-from draftsmith.benchmarks.common import picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import picture, print_table, table_of, write_report
 from draftsmith.inference.engine.budget import RETRY, Budget
 from draftsmith.inference.evaluation.prefilled import MOST
 from draftsmith.inference.planner import Setting, predict

@@ -112,7 +112,7 @@ from dataclasses import dataclass, replace
 
 from safetensors.torch import load_file
 
-from draftsmith.benchmarks.common import print_table, table_of
+from draftsmith.benchmarks.tables import print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import load_drafter
@@ -132,11 +132,8 @@ ROOM = "4"  # GiB of K/V that the server may take
 
 
 def damage(folder: Path, how: str, layers: int) -> None:
-    """Write an exported folder wrongly, in a way that no server's loader finds. ``layers``: of the target.
-
-    Raises:
-        ValueError: such a folder has no such place.
-    """
+    """Write an exported folder wrongly, in a way that no server's loader finds. ``layers``: of the target. Raises
+    ValueError: such a folder has no such place."""
     config, weights = json_object(folder / "config.json"), load_file(folder / "model.safetensors")
     if how == "transposed":
         name = next(name for name, w in sorted(weights.items()) if w.dim() == 2 and "head" not in name)
@@ -156,11 +153,7 @@ def damage(folder: Path, how: str, layers: int) -> None:
 
 
 def in_server(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """:func:`serve` in the server's environment.
-
-    Raises:
-        ValueError: the server failed; with its last words.
-    """
+    """:func:`serve` in the server's environment. Raises ValueError: the server failed; with its last words."""
     room = {"VLLM_CPU_KVCACHE_SPACE": ROOM, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
@@ -244,11 +237,7 @@ class Case:
 
 def case_of(name: str, args: argparse.Namespace) -> Case:
     """Load a drafter with the chain that the server verifies, and export it, if it needs that. A damaged folder has a
-    name of its own.
-
-    Raises:
-        ValueError: it cannot be exported.
-    """
+    name of its own. Raises ValueError: it cannot be exported."""
     if name.startswith(MODEL):
         path, chain = resolve_folder(name.removeprefix(MODEL)), f"{name}@{','.join('1' * args.tokens)}"
         target, drafter = load_drafter(chain, target_name=args.target, dtype="float32", all_nodes=True)
@@ -274,10 +263,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
 
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:
     """Serve a drafter and compare. ``plain_of``: what plain decoding gave, by the target's fingerprint; added to.
-
-    Raises:
-        ValueError: it cannot be exported, or the server failed.
-    """
+    Raises ValueError: it cannot be exported, or the server failed."""
     case = case_of(name, args)
     target, tokens = case.target, case.tokens
     prompts = encode_prompts(read_prompts(args.prompts), target)
@@ -349,16 +335,9 @@ def main() -> None:
             continue
         equal &= found["equal"]
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
-        texts = f"{found['identical_texts']} of {found['prompts']}"
-        table.add_row(
-            name,
-            texts,
-            str(found["near_ties"]),
-            str(found["mismatches"]),
-            *pairs,
-            f"{found['mean_accepted_length']:.2f}",
-            "yes" if found["equal"] else "NO",
-        )
+        texts, differ = f"{found['identical_texts']} of {found['prompts']}", (found["near_ties"], found["mismatches"])
+        verdict = "yes" if found["equal"] else "NO"
+        table.add_row(name, texts, *map(str, differ), *pairs, f"{found['mean_accepted_length']:.2f}", verdict)
     print_table(table, "server / our engine")
     if not equal:
         sys.exit(1)

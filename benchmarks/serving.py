@@ -38,11 +38,19 @@ figures.
 """
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, check_positive, machine_options, prompts_option
+from draftsmith.benchmarks.options import (
+    check_once,
+    check_options,
+    check_positive,
+    list_option,
+    machine_options,
+    prompts_option,
+)
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -58,39 +66,16 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="as for decode.py; several are compared")
     prompts_option(parser)
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 8, 32],
-        metavar="ROWS",
-        help="requests decoded at once, at most (default 1 8 32)",
-    )
-    parser.add_argument(
-        "--loads",
-        type=float,
-        nargs="+",
-        default=[0.25, 0.5, 0.75, 1.0],
-        metavar="L",
-        help="arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)",
-    )
+    list_option(parser, "--batches", [1, 8, 32], "ROWS", "requests decoded at once, at most (default 1 8 32)")
+    rates = "arrival rates, as shares of plain decoding's capacity (default 0.25 0.5 0.75 1)"
+    list_option(parser, "--loads", [0.25, 0.5, 0.75, 1.0], "L", rates, float)
     parser.add_argument(
         "--requests", type=int, metavar="N", help="of a measurement, at most (default: 4 for each row, 32 at least)"
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="a measurement's requests arrive within so long (default 30); what then waits has as long again",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=2,
-        metavar="R",
-        help="measurements of each method at each load, with other requests and arrivals each time (default 2)",
-    )
+    arrive = "a measurement's requests arrive within so long (default 30); what then waits has as long again"
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help=arrive)
+    rounds = "measurements of each method at each load, with other requests and arrivals each time (default 2)"
+    parser.add_argument("--rounds", type=int, default=2, metavar="R", help=rounds)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer, at most (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, limits and arrivals (default 0)")
     parser.add_argument("--url", help="also measure the server there, for example http://localhost:8000/v1")
@@ -112,18 +97,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.common import (
-    GREY,
-    cell,
-    facts_of,
-    interval_of,
-    legend_beside,
-    picture,
-    print_table,
-    table_of,
-    write_report,
-)
+from draftsmith.benchmarks.common import interval_of, ratio_of
 from draftsmith.benchmarks.remote import RemoteServer
+from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -238,7 +214,7 @@ def measure(
     rows: int,
     max_length: int,
     stop: float,
-    on_end: Callable[[int], None] | None = None,
+    on_end: Callable[[int], object] = lambda done: None,
 ) -> Served:
     """Answer requests as they arrive, by the real clock.
 
@@ -253,7 +229,7 @@ def measure(
     ]
     first, last = [math.inf] * count, [math.inf] * count
     answers: list[Generation] = []
-    began, ended = time.perf_counter(), 0
+    began, ended = time.perf_counter(), itertools.count(1)
 
     def clock() -> float:
         return time.perf_counter() - began
@@ -266,10 +242,7 @@ def measure(
         first[before + number] = min(first[before + number], now)
 
     def end(number: int, result: Generation) -> None:
-        nonlocal ended
-        ended += 1
-        if on_end:
-            on_end(ended)
+        on_end(next(ended))
 
     while (pause := waiting.pause()) is not None:
         if pause:
@@ -287,20 +260,16 @@ def measure_server(
     workload: Workload,
     rows: int,
     stop: float,
-    on_end: Callable[[int], None] | None = None,
+    on_end: Callable[[int], object] = lambda done: None,
 ) -> Served:
-    """:func:`measure` of a running server, with ``rows`` requests at once at most.
-
-    Raises:
-        ConnectionError: a request is not answered.
-    """
+    """:func:`measure` of a running server, with ``rows`` requests at once at most. Raises ConnectionError: a request is
+    not answered."""
     count = len(workload.arrivals)
     taken, first, last = [math.inf] * count, [math.inf] * count, [math.inf] * count
     answers: list[Generation | None] = [None] * count
-    began, lock, ended = time.perf_counter(), threading.Lock(), 0
+    began, lock, ended = time.perf_counter(), threading.Lock(), itertools.count(1)
 
     def ask(number: int) -> None:
-        nonlocal ended
         if (now := time.perf_counter() - began) >= stop:
             return
         taken[number] = now
@@ -308,9 +277,7 @@ def measure_server(
         first[number], last[number] = found.first - began, found.last - began
         answers[number] = Generation(found.tokens)
         with lock:
-            ended += 1
-            if on_end:
-                on_end(ended)
+            on_end(next(ended))
 
     with ThreadPoolExecutor(rows) as threads:
         asked = []
@@ -380,10 +347,6 @@ def capacity_columns(method: Sequence[Served], plain: Sequence[Served], rows: in
     return torch.tensor(columns, dtype=torch.float64)
 
 
-def speed_ratio(total: Tensor) -> Tensor:
-    return (total[0] / total[1]) / (total[2] / total[3])
-
-
 def rounded(value: float, digits: int = 4) -> float | None:
     """None if it is not finite, which JSON lacks."""
     return round(value, digits) if math.isfinite(value) else None
@@ -397,8 +360,8 @@ def capacity_figures(method: Sequence[Served], plain: Sequence[Served], rows: in
     return {
         "tokens_per_second": rounded(float(rows * total[0] / total[1]), 2),
         "requests_per_second": rounded(float(rows * columns.shape[1] / total[1]), 6),
-        "over_plain": rounded(float(speed_ratio(total))),
-        "over_plain_interval": interval_of(columns, speed_ratio) if method is not plain else None,
+        "over_plain": rounded(float(ratio_of(total))),
+        "over_plain_interval": interval_of(columns, ratio_of) if method is not plain else None,
         **common_figures(method),
     }
 
@@ -560,15 +523,10 @@ def print_tables(found: Mapping[str, Any]) -> None:
     print()
     print(*(line for batch in found["batches"] for line in batch["sentences"]), sep="\n")
     for name, row in found["texts"].items():
-        same = row["different"] == 0
-        verdict = (
-            "identical to plain decoding"
-            if same
-            else (
-                f"{row['different']} differ from plain decoding: {row['near_ties']} near-ties, "
-                f"{row['mismatches']} mismatches"
-            )
-        )
+        verdict = "identical to plain decoding"
+        if row["different"]:
+            found_of = f"{row['near_ties']} near-ties, {row['mismatches']} mismatches"
+            verdict = f"{row['different']} differ from plain decoding: {found_of}"
         print(f"{_name(name)}: {row['answers']} answers, {verdict}")
 
 
@@ -576,7 +534,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     """Plot p50 and p99 latency over the arrival rate, a panel for each batch size."""
     batches = found["batches"]
     colours = {name: f"C{place}" for place, name in enumerate(batches[0]["capacity"], -1)} | {PLAIN: "#5a6270"}
-    with picture(path, 2 + 4 * len(batches), 4.2, panels=len(batches), sharey=True) as panels:
+    with picture(path, 2 + 4 * len(batches), 4.2, len(batches), legend_beside=True, sharey=True) as panels:
         from matplotlib import ticker
 
         for axes, batch in zip(panels, batches, strict=True):
@@ -605,18 +563,12 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         last.plot([], [], "--", color="#30343c", label="p99")
         last.plot([], [], "o", color="#30343c", markerfacecolor="white", label="the queue grew")
         last.plot([], [], ":", color=GREY, label="plain decoding's\ncapacity")
-        legend_beside(last)
 
 
 # ---- the command
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        ValueError: a value is out of its range or given twice, or --out cannot be written.
-    """
     check_options(args, "max_new_tokens", "rounds", "requests", "batches")
     for load in args.loads:
         check_positive("--loads", load, ", a share of plain decoding's capacity")
@@ -630,11 +582,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def load_decoders(args: argparse.Namespace) -> tuple[Target, dict[str, SpeculativeDecoder]]:
-    """The target and a decoder for each method, plain decoding first.
-
-    Raises:
-        FileNotFoundError, ValueError: as :func:`load_drafter`; drafters belong to different targets.
-    """
+    """The target and a decoder for each method, plain decoding first. Raises FileNotFoundError, ValueError: as
+    :func:`load_drafter`; drafters belong to different targets."""
     lean, options = DECODERS[args.decoder], target_arguments(args)
     names = [name for name in args.drafters if name != PLAIN]
     target: Target | None = None
@@ -745,12 +694,10 @@ def check_texts(
     """
     used = sorted({number for all_ in measured.values() for served in all_ for number in served.workload.prompts})
     with ProgressBar("plain decoding, to compare", len(used), console, transient=True) as advance:
-        done = 0
+        done = itertools.count(1)
 
         def end(number: int, result: Generation) -> None:
-            nonlocal done
-            done += 1
-            advance(done)
+            advance(next(done))
 
         texts = decoder.generate([prompts[n] for n in used], max_new_tokens, batch_size=CHECK_ROWS, on_end=end)
     expected = {number: text.tokens for number, text in zip(used, texts, strict=True)}
@@ -774,12 +721,8 @@ def check_texts(
             [tokens for _, _, tokens in wrong],
             [expected[number][:limit] for number, limit, _ in wrong],
         )
-        rows[name] = {
-            "answers": answers,
-            "different": different,
-            "near_ties": found.near_ties,
-            "mismatches": found.mismatches,
-        }
+        rows[name] = {"answers": answers, "different": different}
+        rows[name] |= {"near_ties": found.near_ties, "mismatches": found.mismatches}
     return rows
 
 
@@ -802,26 +745,19 @@ def main() -> None:
     found = facts_of(__file__, target) | {
         "drafters": list(decoders),
         "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens,
-        "seed": args.seed,
-        "rounds": args.rounds,
-        "seconds": args.seconds,
+        **chosen(args, "max_new_tokens", "seed", "rounds", "seconds", "threads"),
         "execution": {},
         "planned": len(args.batches),
         "batches": batches,
         "texts": {},
-        "threads": args.threads,
     }
     with ProgressBar("serving", total, console, transient=True) as advance:
         for number, rows in enumerate(args.batches):
-            capacity, loads = measure_batch(
-                decoders,
-                target,
-                prompts,
-                rows,
-                args,
-                lambda done, note, before=number * each: advance(before + done, note),
-            )
+
+            def on_done(done: float, note: str, before: int = number * each) -> None:
+                advance(before + done, note)
+
+            capacity, loads = measure_batch(decoders, target, prompts, rows, args, on_done)
             batches.append(batch_figures(rows, capacity, loads))
             found["execution"] = {name: decoder.execution for name, decoder in decoders.items()}
             if args.out:  # so that a command that is killed keeps what it measured

@@ -71,22 +71,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.benchmarks.common import (
-    GREY,
-    answers_of,
-    cell,
-    elapsed,
-    facts_of,
-    interval_of,
-    legend_beside,
-    load_target_of,
-    picture,
-    print_table,
-    read_drafters,
-    table_of,
-    take_turns,
-    write_report,
-)
+from draftsmith.benchmarks.common import answers_of, elapsed, load_target_of, read_drafters, take_turns, with_interval
+from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -352,12 +338,11 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
     which the methods take turns."""
     lists: list[Shortlists | None] = []
     for head in heads.values():
-        of_head: Shortlists | None = None
-        if head is not None:
-            own = copy.deepcopy(head)  # decoding takes the router in the target's dtype
-            of_head = Shortlists(own, drafts.head, drafts.ids, target.vocab_size, drafts.after_head)
-            of_head.allocate(1, static=False)
-        lists.append(of_head)
+        own = copy.deepcopy(head)  # decoding takes the router in the target's dtype
+        options = drafts.head, drafts.ids, target.vocab_size, drafts.after_head
+        lists.append(None if own is None else Shortlists(own, *options))
+        if lists[-1] is not None:
+            lists[-1].allocate(1, static=False)
 
     def run(of_head: Shortlists | None, levels: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         for depth, (embeddings, hidden, read) in enumerate(levels):
@@ -401,8 +386,7 @@ def rounded(value: Tensor) -> float | None:
 
 def ratio(value: Tensor, base: Tensor) -> dict[str, Any]:
     """Σ value / Σ base, both ``[S]``, with its interval."""
-    columns = torch.stack((value, base))
-    return {"value": rounded(columns[0].sum() / columns[1].sum()), "interval": interval_of(columns)}
+    return with_interval(torch.stack((value, base)))
 
 
 def depth_mean(sums: Tensor, nodes: Tensor) -> dict[str, Any]:
@@ -413,7 +397,7 @@ def depth_mean(sums: Tensor, nodes: Tensor) -> dict[str, Any]:
     def mean(total: Tensor) -> Tensor:
         return (total[:depths] / total[depths:]).nanmean(0)
 
-    return {"value": rounded(mean(columns.sum(-1))), "interval": interval_of(columns, mean)}
+    return with_interval(columns, mean)
 
 
 def figures(found: Found, tree: Topology, seconds: Tensor, timed: Sequence[int], numbers: Sequence[int]) -> Any:
@@ -452,18 +436,8 @@ def _percent(values: Sequence[float | None]) -> str:
 
 def print_methods(title: str, found: dict[str, Any]) -> None:
     """The methods by rows."""
-    table = table_of(
-        "list",
-        "τ",
-        "τ / whole",
-        "one draw,\ndepth 0",
-        "mean over\ndepths",
-        "recall, %, by depth:\n@1, below it @10",
-        "tokens",
-        "labels",
-        "head, ms",
-        "head /\nwhole",
-    )
+    kept = ("one draw,\ndepth 0", "mean over\ndepths", "recall, %, by depth:\n@1, below it @10", "tokens", "labels")
+    table = table_of("list", "τ", "τ / whole", *kept, "head, ms", "head /\nwhole")
     for name, row in found["methods"].items():
         recall = [_percent(row["by_depth"][field]) for field in ("top1", "top10")]
         tokens, labels = row["tokens"]["value"], row["labels"]["value"]
@@ -485,7 +459,7 @@ def print_methods(title: str, found: dict[str, Any]) -> None:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Plot τ / τ of the whole LM head over the mean number of tokens, a point for each folder and kind of text."""
-    with picture(path, 8, 4.8) as (axes,):
+    with picture(path, 8, 4.8, legend_beside=True) as (axes,):
         for number, (kind, part) in enumerate((found["kinds"] or {"all": found["all"]}).items()):
             marker = MARKERS[number % len(MARKERS)]
             axes.plot([], [], marker, color="#5a6270", label=kind)
@@ -502,18 +476,12 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axes.axhline(1, color=GREY, linewidth=1)
         axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
         axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")
-        legend_beside(axes)
 
 
 # ---- the command
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the command line.
-
-    Raises:
-        ValueError: a value is out of its range, or the same folder is given twice.
-    """
     check_options(args, "depths", "max_new_tokens", "batch_size")
     if args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: must be at least 2, the root and a draft")
@@ -565,20 +533,15 @@ def main() -> None:
         return figures(found, tree, seconds, list(drawn), numbers)
 
     report = facts_of(__file__, target) | {
-        "folders": args.folders,
+        **chosen(args, "folders", "max_new_tokens", "nodes", "depths", "seed", "threads"),
         "drafter_type": drafter_type,
         "outputs": len(drafts.weight),
         "prompts": len(prompts),
-        "max_new_tokens": args.max_new_tokens,
-        "nodes": args.nodes,
-        "depths": args.depths,
-        "seed": args.seed,
         "tree": [list(path) for path in tree.paths],
         "timed_nodes": widths,
         "timed_prompts": len(drawn),
         "all": figures_of(range(len(prompts))),
         "kinds": {kind: figures_of(numbers) for kind, numbers in by_kind.items()} if len(by_kind) > 1 else {},
-        "threads": args.threads,
     }
     for kind, part in report["kinds"].items():
         print_methods(kind, part)

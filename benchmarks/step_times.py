@@ -38,12 +38,7 @@ from draftsmith.models.options import DECODERS, choose_device, decoder_option
 from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
-_LLAMA: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}
+_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any] | None] = {
     "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
     "llama3-8b": {
@@ -105,8 +100,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from draftsmith.benchmarks import kernel_times
-from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.benchmarks.kernel_times import quantiles
+from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_file, write_json, write_text
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -127,11 +122,7 @@ def release() -> None:
 
 
 def check_fits(needed: int, device: torch.device) -> None:
-    """Check that ``needed`` bytes of the device's memory are free.
-
-    Raises:
-        MemoryError: fewer are.
-    """
+    """Check that ``needed`` bytes of the device's memory are free. Raises MemoryError: fewer are."""
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     if needed > free:
@@ -175,12 +166,9 @@ def random_heads(target: Target, count: int, projection: Projection) -> MedusaHe
 
 
 def grow_tree(nodes: int, heads: int) -> Topology:
-    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability
-    p · (1 − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds.
-
-    Raises:
-        ValueError: there are fewer paths.
-    """
+    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability p · (1
+    − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds. Raises
+    ValueError: there are fewer paths."""
     paths: list[Ranks] = []
     waiting: list[tuple[float, Ranks]] = [(-ACCURACY, (0,))]  # (minus the probability, path); a parent comes first
     while len(paths) < nodes - 1:
@@ -456,13 +444,8 @@ def measure_target(
             try:
                 with console.status(f"measuring {what}"):
                     options = batch, context, args.compile, DECODERS[args.decoder]
-                    rows = measure_cases(
-                        target,
-                        [Case(target, heads(p), grow_tree(n, args.heads), *options) for p, n in group],
-                        best,
-                        args,
-                        tables,
-                    )
+                    made = [(heads(p), grow_tree(n, args.heads)) for p, n in group]
+                    rows = measure_cases(target, [Case(target, *each, *options) for each in made], best, args, tables)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 left_out(what, error)
                 rows = []
@@ -541,15 +524,8 @@ def main() -> None:
             say(line)
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
     planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
-    facts = facts_of(__file__, device) | {
-        "dtype": name,
-        "draft_heads": args.heads,
-        "repeat": args.repeat,
-        "compiled": args.compile,
-        "limits": {},
-        "rows": [],
-        "planned": planned,
-    }
+    facts = facts_of(__file__, device) | {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat}
+    facts |= {"compiled": args.compile, "limits": {}, "rows": [], "planned": planned}
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()

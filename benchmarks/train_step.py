@@ -40,8 +40,9 @@ if __name__ == "__main__":
 import torch
 from torch import nn
 
-from draftsmith.benchmarks.common import elapsed, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import elapsed
 from draftsmith.benchmarks.step_times import config_of, random_target
+from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.sections import Batch, Optim
 from draftsmith.models.medusa import MedusaHeads
@@ -142,14 +143,8 @@ def main() -> None:
     table = table_of("stage", "s/step", "tokens/s", "h per 70 M", "of the matrix rate", "peak memory")
     for r in results:
         memory = f"{r['peak_memory_bytes'] / 1e9:.1f} GB" if r["peak_memory_bytes"] else "–"
-        table.add_row(
-            r["stage"],
-            f"{r['seconds']:.3f}",
-            f"{r['tokens_per_second']:,.0f}",
-            f"{r['hours_per_70M_tokens']:.2f}",
-            f"{r['of_matmul_rate']:.0%}",
-            memory,
-        )
+        speed = f"{r['seconds']:.3f}", f"{r['tokens_per_second']:,.0f}", f"{r['hours_per_70M_tokens']:.2f}"
+        table.add_row(r["stage"], *speed, f"{r['of_matmul_rate']:.0%}", memory)
     print_table(table, f"{args.shape}, {args.dtype}, {args.sequences} × {args.tokens} tokens · {facts['device']}")
     if args.out:
         write_report(args.out, facts)

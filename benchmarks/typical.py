@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, prompts_option
+from draftsmith.benchmarks.options import check_once, list_option, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
@@ -30,14 +30,8 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter folder or Hub id")
     prompts_option(parser)
-    parser.add_argument(
-        "--epsilons",
-        type=float,
-        nargs="+",
-        default=list(EPSILONS),
-        metavar="ε",
-        help="thresholds to compare: higher accepts less (%(default)s)",
-    )
+    higher = "thresholds to compare: higher accepts less (%(default)s)"
+    list_option(parser, "--epsilons", [*EPSILONS], "ε", higher, float)
     parser.add_argument("--temperature", type=float, default=0.7, help="the paper's: 0.7")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
@@ -56,7 +50,7 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import cell, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, chosen, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -84,46 +78,34 @@ def nats_per_token(
     return total / count
 
 
-def sweep(
-    decoder: SpeculativeDecoder,
-    prompts: list[list[int]],
-    temperature: float,
-    epsilons: Sequence[float],
-    max_new_tokens: int,
-    batch_size: int,
-    rounds: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Decode all prompts by every method, ``rounds`` times in turn.
+def sweep(decoder: SpeculativeDecoder, prompts: list[list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode all prompts by every method, ``--repeat`` times in turn.
 
     Returns:
         For each method its ε, tokens/s (median of the rounds), τ, nats per token and rate of repeated 4-grams.
     """
     target, drafter, lean = decoder.target, decoder.drafter, decoder.lean
+    temperature, seed, options = args.temperature, args.seed, {"batch_size": args.batch_size}
     greedy, sampled = (SpeculativeDecoder(target, drafter, lean=lean) for _ in range(2))  # a decoder for each mode
+    typical = [Sampling(temperature, epsilon=epsilon, seed=seed) for epsilon in args.epsilons]
     methods: list[tuple[str, SpeculativeDecoder, Mode, Sampling]] = [
         ("plain sampling", SpeculativeDecoder(target, lean=lean), "sample", Sampling(temperature, seed=seed)),
         ("greedy", greedy, "greedy", Sampling(temperature, seed=seed)),
         ("sampling", sampled, "sample", Sampling(temperature, seed=seed)),
-        *((f"typical ε = {e:g}", decoder, "typical", Sampling(temperature, epsilon=e, seed=seed)) for e in epsilons),
+        *((f"typical ε = {one.epsilon:g}", decoder, "typical", one) for one in typical),
     ]  # type: ignore[list-item]
     seconds: dict[str, list[float]] = {name: [] for name, *_ in methods}
     results: dict[str, list[Generation]] = {}
-    longest = sorted(prompts, key=len)[-batch_size:]
+    longest = sorted(prompts, key=len)[-args.batch_size :]
     for _, engine, mode, _ in methods[:4]:  # first calls allocate; on a GPU they compile and capture
-        engine.generate(longest, max_new_tokens, mode=mode, sampling=Sampling(temperature), batch_size=batch_size)
-    done = 0
-    with ProgressBar("decoding", rounds * len(methods), console, transient=True) as advance:
-        for _ in range(rounds):
-            for name, engine, mode, sampling in methods:
-                seeded = with_own_seeds(sampling, prompts)
-                began = time.perf_counter()
-                results[name] = engine.generate(
-                    prompts, max_new_tokens, mode=mode, sampling=seeded, batch_size=batch_size
-                )
-                seconds[name].append(time.perf_counter() - began)
-                done += 1
-                advance(done)
+        engine.generate(longest, args.max_new_tokens, mode=mode, sampling=Sampling(temperature), **options)
+    with ProgressBar("decoding", args.repeat * len(methods), console, transient=True) as advance:
+        for done, (name, engine, mode, sampling) in enumerate(methods * args.repeat, 1):
+            seeded = with_own_seeds(sampling, prompts)
+            began = time.perf_counter()
+            results[name] = engine.generate(prompts, args.max_new_tokens, mode=mode, sampling=seeded, **options)
+            seconds[name].append(time.perf_counter() - began)
+            advance(done)
     rows: list[dict[str, Any]] = []
     for name, engine, mode, sampling in methods:
         counted = reporting.acceptance(results[name], engine.drafter.max_depth)
@@ -179,29 +161,16 @@ def main() -> None:
     target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
     decoder = SpeculativeDecoder(target, drafter, lean=DECODERS[args.decoder])
     prompts = encode_prompts(given, target)
-    rows = sweep(
-        decoder, prompts, args.temperature, args.epsilons, args.max_new_tokens, args.batch_size, args.repeat, args.seed
-    )
+    rows = sweep(decoder, prompts, args)
     table = table_of("method", "tokens/s", "× plain", "τ", "nats/token", "repeated\n4-grams")
     for row in rows:
-        table.add_row(
-            row["name"] + (" (lossy)" if row["lossy"] else ""),
-            f"{row['tokens_per_second']:.1f}",
-            cell(row["speedup"]),
-            cell(row["mean_accepted_length"] or 1),
-            f"{row['nats_per_token']:.3f}",
-            f"{row['repeated_4gram_rate']:.0%}",
-        )
+        name, speed = row["name"] + (" (lossy)" if row["lossy"] else ""), f"{row['tokens_per_second']:.1f}"
+        nats, repeated = f"{row['nats_per_token']:.3f}", f"{row['repeated_4gram_rate']:.0%}"
+        table.add_row(name, speed, cell(row["speedup"]), cell(row["mean_accepted_length"] or 1), nats, repeated)
     print_table(table, f"{target.name} · {args.drafter} · temperature {args.temperature:g}")
     if args.out:
-        facts = facts_of(__file__, target.device) | {
-            "drafter": args.drafter,
-            "target": target.name,
-            "temperature": args.temperature,
-            "methods": rows,
-            "prompts": len(prompts),
-            "execution": decoder.execution,
-        }
+        facts = facts_of(__file__, target.device) | {"target": target.name, **chosen(args, "drafter", "temperature")}
+        facts |= {"methods": rows, "prompts": len(prompts), "execution": decoder.execution}
         write_report(args.out / "typical.json", facts, plot)
 
 

@@ -115,10 +115,7 @@ def judge_step(out: Path, rehearsal: bool) -> Finding:
 
 def judge_beside(out: Path, part: str, file: Path, names: tuple[str, str], most: float) -> Finding:
     """The steps in another file, ours, beside the same ones in a part's step.json: at most so many times as slow.
-
-    Raises:
-        ValueError: the two have no step in common.
-    """
+    Raises ValueError: the two have no step in common."""
     wanted = lambda row: (row["shape"], row["context"], row["nodes"], row["projection"])  # noqa: E731
     report, ours = json_object(out / part / "step.json"), {wanted(row): row["median"] for row in rows_of(file)}
     pairs = [(row, ours[wanted(row)]) for row in report["rows"] if wanted(row) in ours]
@@ -224,11 +221,8 @@ def missing_shapes(*reports: Mapping[str, Any]) -> str:
 
 
 def kernel_rows(file: Path, rehearsal: bool, most: float = 0.5) -> dict[str, Any]:
-    """The report of benchmarks/kernel_times.py.
-
-    Raises:
-        ValueError: a result differs from the plain one's by more than ``most``, in a rehearsal by more than 1e-3.
-    """
+    """The report of benchmarks/kernel_times.py. Raises ValueError: a result differs from the plain one's by more than
+    ``most``, in a rehearsal by more than 1e-3."""
     report = json_object(file)
     if wrong := [row for row in report["rows"] if not row["difference"] <= (1e-3 if rehearsal else most)]:
         row = wrong[0]
@@ -300,11 +294,8 @@ def last(folder: Path, name: str) -> float:
 
 
 def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
-    """The report of each drafter below a folder; the texts are the target's own.
-
-    Raises:
-        ValueError: a text differs, or with ``graphs`` steps ran outside CUDA graphs.
-    """
+    """The report of each drafter below a folder; the texts are the target's own. Raises ValueError: a text differs, or
+    with ``graphs`` steps ran outside CUDA graphs."""
     reports = {json_object(path)["drafter"]: json_object(path) for path in folder.rglob("report.json")}
     for report in reports.values():
         name, lossless = drafter_name(report), report["lossless"]

@@ -56,7 +56,6 @@ def test_the_command(run_main, tiny_lm, draft, prompts, tmp_path):
 def test_wrong_options(run_main, tiny_lm, draft, prompts, tmp_path):
     common = ["--target", tiny_lm, "--prompts", prompts, "--threads", 1]
     for more, message in (
-        (["--draft", draft, "--expansion", 0], "--expansion 0: must be at least 1"),
         (["--draft", draft, "--seconds", 0], "--seconds 0: must be above 0"),
         (["--draft", draft, "--out", tmp_path / "x.txt"], "name a .json file"),
         (["--draft", "models/tiny-lm"], "has another vocabulary than target"),

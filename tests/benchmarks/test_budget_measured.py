@@ -9,43 +9,16 @@ from draftsmith.benchmarks.roofline import BATCHES, BEAM, LENGTHS, SHAPES, choic
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    kinds = {"code": ["import os", "x = [1, 2, 3]", "def f(x):"], "chat": ["Hello, who are you?"]}
-    rows = [{"prompt": prompt, "kind": kind} for kind, own in kinds.items() for prompt in own]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path / "prompts.jsonl"
+def prompts(write_prompts):
+    return write_prompts(["import os", "Hello, who are you?", "def f(x):", "And why?"], "code", "chat")
 
 
 def test_speed_by_kind_and_batch(run_main, tiny_lm, prompts, tmp_path):
     out = tmp_path / "out.json"
-    code, said, err = run_main(
-        budget.main,
-        "ngram:1-3",
-        "--target",
-        tiny_lm,
-        "--prompts",
-        prompts,
-        "--batch-sizes",
-        1,
-        3,
-        "--fixed",
-        1,
-        4,
-        "--temperatures",
-        0,
-        0.7,
-        "--max-new-tokens",
-        8,
-        "--rounds",
-        2,
-        "--threads",
-        1,
-        "--device",
-        "cpu",
-        "--out",
-        out,
-        script="benchmarks/budget.py",
-    )
+    words = ["ngram:1-3", "--target", tiny_lm, "--prompts", prompts, "--out", out]
+    words += "--batch-sizes 1 3 --fixed 1 4 --temperatures 0 0.7 --max-new-tokens 8 --rounds 2".split()
+    words += "--threads 1 --device cpu".split()
+    code, said, err = run_main(budget.main, *words, script="benchmarks/budget.py")
     assert code == 0 and "× plain" in said, err
     report = json.loads(out.read_text())
     assert report["planned"] == 4 and report["command"].startswith("python benchmarks/budget.py ")

@@ -12,26 +12,10 @@ from draftsmith.models.target import load_target
 
 @pytest.fixture
 def run(run_main, tiny_lm, tmp_path):
-    def run(what, *options):
+    def run(what, options):
         out = tmp_path / "out.json"
-        code, said, err = run_main(
-            compressed.main,
-            what,
-            tiny_lm,
-            "--entries",
-            36,
-            40,
-            "--new-tokens",
-            8,
-            "--threads",
-            1,
-            "--device",
-            "cpu",
-            "--out",
-            out,
-            *options,
-            script="benchmarks/compressed.py",
-        )
+        words = [what, tiny_lm, *"--entries 36 40 --new-tokens 8 --threads 1 --device cpu --out".split(), out]
+        code, said, err = run_main(compressed.main, *words, *options.split(), script="benchmarks/compressed.py")
         assert code == 0 and said.startswith(f"{what}, tiny-lm"), err
         return json.loads(out.read_text())["rows"]
 
@@ -39,7 +23,7 @@ def run(run_main, tiny_lm, tmp_path):
 
 
 def test_acceptance_by_kind_and_setting(run):
-    rows = run("acceptance", "--contexts", 40, 64, "--count", 2, "--selectors", "snapkv", "topk")
+    rows = run("acceptance", "--contexts 40 64 --count 2 --selectors snapkv topk")
     settings = [(row["kind"], row["context"], row["selector"], row["entries"]) for row in rows]
     entries = {40: (36,), 64: (36, 40)}
     assert settings == [
@@ -55,23 +39,7 @@ def test_acceptance_by_kind_and_setting(run):
 
 
 def test_speed_and_its_prediction(run):
-    rows = run(
-        "speed",
-        "--contexts",
-        64,
-        "--batch-sizes",
-        1,
-        2,
-        "--drafts",
-        1,
-        2,
-        "--kinds",
-        "code",
-        "--count",
-        1,
-        "--drafters",
-        "ngram",
-    )
+    rows = run("speed", "--contexts 64 --batch-sizes 1 2 --drafts 1 2 --kinds code --count 1 --drafters ngram")
     names = [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows]
     settings = [*itertools.product(("streamingllm", "snapkv"), (36, 40), (1, 2))]
     assert names == [(batch, *each) for batch in (1, 2) for each in (*settings, ("ngram", None, 10))]
@@ -86,7 +54,7 @@ def test_speed_and_its_prediction(run):
 
 
 def test_selections(run):
-    rows = run("selection", "--contexts", 64, "--batch-sizes", 1, 3, "--selectors", "streamingllm", "snapkv")
+    rows = run("selection", "--contexts 64 --batch-sizes 1 3 --selectors streamingllm snapkv")
     assert len(rows) == 2 * 2 * 2 and all(row["seconds"] > 0 and row["plain_steps"] > 0 for row in rows)
 
 

@@ -238,19 +238,9 @@ def test_a_killed_run_goes_on(tmp_path, how):
 
 # ---- packages and files behind a part
 
-WITHOUT_PYDANTIC = {
-    "products",
-    "profile",
-    "step",
-    "lean",
-    "kernels",
-    "kernel-bench",
-    "around",
-    "shortlist",
-    "eagle-unroll",
-    "compile",
-    "switches",
-}
+WITHOUT_PYDANTIC = set(
+    "products profile step lean kernels kernel-bench around shortlist eagle-unroll compile switches".split()
+)
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
 
@@ -322,9 +312,8 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     def changed_by(name):
         hash_of = gpu_closure.hash_of
         with monkeypatch.context() as patch:
-            patch.setattr(
-                gpu_closure, "hash_of", lambda path: b"" if path == gpu_closure.ROOT / name else hash_of(path)
-            )
+            other = lambda path: b"" if path == gpu_closure.ROOT / name else hash_of(path)  # noqa: E731
+            patch.setattr(gpu_closure, "hash_of", other)
             return changed()
 
     everything = set(before)
@@ -415,22 +404,13 @@ def test_the_archive(tmp_path):
     with tarfile.open(out / "gpu-x.tar.gz") as packed:
         names = set(packed.getnames())
         packed.extractall(there, filter="data")
-    assert names == {
-        "one/result.json",
-        "one/step.json",
-        "one/log.txt",
-        "two/result.json",
-        "two/log.txt",
-        "models/m/tree.json",
-    }
+    kept = "one/result.json one/step.json one/log.txt two/result.json two/log.txt models/m/tree.json"
+    assert names == set(kept.split())
     log = (there / "one" / "log.txt").read_text()
     assert len(log) == 1_000_000 and log.endswith("xxx end\n"), "the end of it"
-    assert (
-        "one: pass already"
-        in subprocess.run(
-            [sys.executable, "-c", TAKEN_ALONG, str(there)], capture_output=True, text=True, check=True
-        ).stdout
-    )
+    command = [sys.executable, "-c", TAKEN_ALONG, str(there)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "one: pass already" in said
     assert results.pack(work, out / "again.tar.gz").endswith("left out: one/large.json")
 
 
@@ -495,15 +475,9 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                 module = importlib.import_module("draftsmith." + script.removesuffix(".py").replace("/", "."))
                 options = getattr(module, "PARSER", None) or module.parser()
                 asked = options.parse_intermixed_args(words)
-                kinds = {
-                    "train/lm.py": "LmRecipe",
-                    "train/medusa.py": "MedusaRecipe",
-                    "train/ssm.py": "SsmRecipe",
-                    "train/eagle.py": "EagleRecipe",
-                    "train/dynaspec.py": "DynaspecRecipe",
-                }
-                if script in kinds:
-                    read_recipe(gpu_closure.ROOT / asked.recipe, getattr(module, kinds[script]), asked.overrides)
+                if script.startswith("train/"):
+                    recipe = getattr(module, f"{Path(script).stem.capitalize()}Recipe")
+                    read_recipe(gpu_closure.ROOT / asked.recipe, recipe, asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--work", tmp_path)
     assert code == 0 and "\nstep: every step within" in printed and "--graphs" in printed
 

@@ -29,21 +29,17 @@ def write(tmp_path):
     return write
 
 
-def step_row(shape, context, nodes, projection, median, ratio=1.0, operations=1e12):
+def step_row(nodes, projection, median, ratio=1.0, operations=1e12):
     """12 GB of products at 4 TB/s and 330 kernels: 3 ms + 429 µs; attention of 4 GB, or of so many operations."""
-    work = [
-        {"moved": 12e9, "operations": 1e9, "launches": 330},
-        {"moved": 4e9, "operations": operations, "launches": 0},
-    ]
-    return {
-        "shape": shape,
-        "context": context,
-        "nodes": nodes,
-        "projection": projection,
-        "median": median,
-        "ratio": ratio,
-        "work": work,
-    }
+    products = {"moved": 12e9, "operations": 1e9, "launches": 330}
+    work = [products, {"moved": 4e9, "operations": operations, "launches": 0}]
+    case = {"shape": "llama3-8b", "context": 1024, "nodes": nodes, "projection": projection}
+    return case | {"median": median, "ratio": ratio, "work": work}
+
+
+def kernel_row(kernel, way, shape, us, moved, operations=0.0, difference=0.0):
+    row = {"kernel": kernel, "way": way, "shape": shape, "median_us": us}
+    return row | {"moved": moved, "operations": operations, "difference": difference}
 
 
 def test_goals_of_steps(tmp_path, write):
@@ -51,10 +47,10 @@ def test_goals_of_steps(tmp_path, write):
 
     def judged(plain, many, other=0.0, **more):
         rows = [
-            step_row("llama3-8b", 1024, 1, None, plain),
-            step_row("llama3-8b", 1024, 16, "shared", other),
-            step_row("llama3-8b", 1024, 64, "shared", many, many / plain, 2e12),
-            step_row("llama3-8b", 1024, 64, "own", 0.0),
+            step_row(1, None, plain),
+            step_row(16, "shared", other),
+            step_row(64, "shared", many, many / plain, 2e12),
+            step_row(64, "own", 0.0),
         ]
         write("step/step.json", {"rows": rows, "limits": {"llama3-8b": LIMITS}, "planned": 4} | more)
         return judges.judge_step(tmp_path, False)
@@ -72,7 +68,7 @@ def test_goals_of_steps(tmp_path, write):
 
 
 def test_goals_beside_steps(tmp_path, write):
-    ours = [step_row("llama3-8b", 1024, 1, None, 5e-3), step_row("llama3-8b", 1024, 64, "shared", 6e-3)]
+    ours = [step_row(1, None, 5e-3), step_row(64, "shared", 6e-3)]
     write("step/step.json", {"rows": ours})
     write("compile/kernels.json", {"rows": ours})
     for more, met in ((1e-5, True), (-1e-5, False)):
@@ -103,15 +99,7 @@ def test_goals_of_kernels(tmp_path, write):
 
     def row(way, nodes, ms, difference=0.01, context=8192, moved=4e9, operations=1e11):
         shape = {"B": 1, "L": context} | ({"N": nodes} if nodes else {"T": 512})
-        return {
-            "kernel": "attention",
-            "way": way,
-            "shape": shape,
-            "median_us": ms * 1e3,
-            "moved": moved,
-            "operations": operations,
-            "difference": difference,
-        }
+        return kernel_row("attention", way, shape, ms * 1e3, moved, operations, difference)
 
     def judged(*rows, done=9):
         write("kernel-bench/kernels.json", {"rows": rows, **LIMITS, "shapes": {"done": done, "planned": 9}})
@@ -226,15 +214,8 @@ def test_goals_of_shortlists(tmp_path, write):
 
     def row(way, vocabulary, width, nodes, us, difference):
         moved = (2e8 if width == 4096 else 1.1e7) * (1 if way == "shortlist" else 5)
-        return {
-            "kernel": "shortlist",
-            "way": way,
-            "shape": {"V": vocabulary, "d": width, "n": nodes},
-            "median_us": us,
-            "moved": moved,
-            "operations": 0.0,
-            "difference": difference,
-        }
+        shape = {"V": vocabulary, "d": width, "n": nodes}
+        return kernel_row("shortlist", way, shape, us, moved, difference=difference)
 
     def judged(us, vocabularies=((128256, 262144), (49152,)), rehearsal=False, difference=0.01):
         for width, numbers in zip((4096, 576), vocabularies, strict=True):
@@ -324,24 +305,14 @@ def test_budget(tmp_path, write):
 
     def row(speedup, low, **more):
         speeds = {"budget": {"speedup": speedup, "interval": None if low is None else [low, 2.0]}}
-        return {
-            "drafter": "eagle",
-            "temperature": 0.0,
-            "batch": 8,
-            "kind": "all",
-            "nodes": 3.25,
-            "speeds": speeds,
-            "execution": "cuda graph, lean decoder",
-        } | more
+        setting = {"drafter": "eagle", "temperature": 0.0, "batch": 8, "kind": "all", "nodes": 3.25}
+        return setting | {"speeds": speeds, "execution": "cuda graph, lean decoder"} | more
 
     rows = [row(1.4, 1.2), row(0.5, 0.4, kind="code"), row(1.0, 0.98, temperature=0.7, batch=32)]
     write("budget/budget.json", {"rows": rows, "planned": 2})
     found = judges.judge_budget(tmp_path, False)
-    assert (found.value, found.met, found.missing) == (
-        "8 rows: 1.40 ×, 3.2 nodes; T 0.7, 32 rows: 1.00 ×, 3.2 nodes",
-        True,
-        "",
-    )
+    assert found.value == "8 rows: 1.40 ×, 3.2 nodes; T 0.7, 32 rows: 1.00 ×, 3.2 nodes"
+    assert (found.met, found.missing) == (True, "")
     write("budget/budget.json", {"rows": [*rows[:2], row(1.0, 0.96)], "planned": 3})
     found = judges.judge_budget(tmp_path, False)
     assert (found.met, found.missing) == (False, "1 of 3 figures are missing")
@@ -354,15 +325,9 @@ def test_magicdec(tmp_path, write):
     """The best setting of each batch size and context; steps run in graphs."""
 
     def row(batch, speedup, **more):
-        return {
-            "batch": batch,
-            "context": 1024,
-            "selector": "snapkv",
-            "entries": 256,
-            "speedup": speedup,
-            "predicted": 1.5,
-            "execution": "cuda graph, lean decoder",
-        } | more
+        setting = {"batch": batch, "context": 1024, "selector": "snapkv", "entries": 256}
+        figures = {"speedup": speedup, "predicted": 1.5, "execution": "cuda graph, lean decoder"}
+        return setting | figures | more
 
     write("magicdec/compressed.json", {"rows": [row(1, 0.9), row(1, 1.1), row(64, 1.75), row(64, 1.25)]})
     found = judges.judge_magicdec(tmp_path, False)
@@ -379,16 +344,7 @@ def test_kernels_around_the_products(tmp_path, write):
     """Sampling verification over its floor, the other kernels' gains: one way's figure is not another's goal."""
 
     def row(kernel, way, vocabulary, us, nodes=64):
-        shape = {"B": 1, "N": nodes, "V": vocabulary}
-        return {
-            "kernel": kernel,
-            "way": way,
-            "shape": shape,
-            "median_us": us,
-            "difference": 0.0,
-            "moved": 14.8e6,
-            "operations": 0.0,
-        }
+        return kernel_row(kernel, way, {"B": 1, "N": nodes, "V": vocabulary}, us, 14.8e6)
 
     kinds = {"one-hot": 50.0, "one-hot, top-k and top-p": 300.0, "drawn": 90.0}
     rows = [

@@ -1,53 +1,30 @@
 """Every kernel, with the block sizes that its launcher picks on a GPU of 132 multiprocessors, compiles for Hopper, fits
-its shared memory. No GPU is needed: a launch compiles for sm_90 in place of running. What `make kernel-report` checks,
-which CI runs too, is not repeated here."""
+its shared memory. No GPU is needed: a launch compiles for sm_90 in place of running. What `make kernel-report`
+compiles, which CI runs too, is not repeated here."""
 
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.benchmarks.intercept import Launch, intercepted
-from draftsmith.benchmarks.kernel_resources import MAIN, OTHERS, SHARED_MEMORY
+from draftsmith.benchmarks.kernel_resources import (
+    MAIN,
+    OTHERS,
+    SHARED_MEMORY,
+    WIDE,
+    acceptance,
+    attention,
+    narrow_products,
+    products,
+)
 from draftsmith.kernels.backend import INTERPRETING, triton
 
-pytestmark = [
-    pytest.mark.measurement,
-    pytest.mark.skipif(
-        triton is None or INTERPRETING, reason="kernels are compiled only where Triton does not interpret"
-    ),
-]
+COMPILED_ELSEWHERE = "kernels are compiled only where Triton does not interpret"
+pytestmark = [pytest.mark.measurement, pytest.mark.skipif(triton is None or INTERPRETING, reason=COMPILED_ELSEWHERE)]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
-
-
-def narrow_products(ttir: str) -> list[tuple[str, str]]:
-    """The 32-bit products of two variables, such as an index and a stride, in a kernel's intermediate code."""
-    constants = set(re.findall(r"(%\S+) = arith\.constant", ttir))
-    products = re.findall(r"arith\.muli (%\S+), (%\S+) : (?:tensor<[\dx]+x)?i32", ttir)
-    return [pair for pair in products if not constants & set(pair)]
-
-
-def attention(dtype: torch.dtype, width: int, queries: int, items: int, group: int = 4, window=0, **options) -> None:
-    """Four rows, two key/value heads of ``group`` query heads each; 1 is Llama-2's, whose tiles have a row for each
-    query."""
-    from draftsmith.kernels.tree_attention import tree_attention_cached, tree_work
-
-    q, cache = torch.zeros(4, 2 * group, queries, width, dtype=dtype), torch.zeros(2, 4, 2, 2048, width, dtype=dtype)
-    ancestors, depth = torch.zeros(4, queries, 1, dtype=torch.int64), torch.zeros(4, queries, dtype=torch.int32)
-    lengths = torch.zeros(4, dtype=torch.int64)
-    options |= {"window": window, "work": tree_work(lengths, queries, items, window)}
-    tree_attention_cached(q, *cache, lengths, ancestors, queries, 0.1, depth, depth, **options)
-
-
-def commit(dtype: torch.dtype, width: int) -> None:
-    from draftsmith.kernels.commit import commit
-
-    numbers = torch.zeros(2, dtype=torch.int64)
-    commit(torch.zeros(2, 2, 2, 8, 64, width, dtype=dtype), numbers, torch.zeros(2, 6, dtype=torch.int64), numbers)
 
 
 def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(True, True, True)) -> None:
@@ -59,23 +36,8 @@ def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(
         q, ids = torch.zeros(1, 4, reduced), torch.arange(reduced).expand(1, 4, -1)
     uniforms, numbers = torch.zeros(1, 4, most), torch.zeros(1, 4, dtype=torch.int64)
     of_row, top_k = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    verify_logits(
-        logits,
-        of_row,
-        top_k,
-        of_row,
-        of_row,
-        numbers,
-        child,
-        child.to(torch.int8),
-        child,
-        q,
-        uniforms,
-        of_row,
-        3,
-        ids,
-        uses,
-    )
+    tree = numbers, child, child.to(torch.int8), child, q
+    verify_logits(logits, of_row, top_k, of_row, of_row, *tree, uniforms, of_row, 3, ids, uses)
 
 
 def coupled(dtype: torch.dtype, reduced: bool) -> None:
@@ -86,28 +48,10 @@ def coupled(dtype: torch.dtype, reduced: bool) -> None:
     coupled_topk(logits, of_row, numbers, of_row, of_row, numbers, positions, 8, ids)
 
 
-def philox() -> None:
-    from draftsmith.kernels.sampling import philox_uniforms
-
-    philox_uniforms(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), 641)
-
-
 def head_topk(dtype: torch.dtype, rows: int) -> None:
     from draftsmith.kernels.head_topk import head_topk
 
     head_topk(torch.zeros(rows, 256, dtype=dtype), torch.zeros(16384, 256, dtype=dtype), 10)  # merged in two rounds
-
-
-def accept_greedy(dtype: torch.dtype, nodes: int) -> None:
-    from draftsmith.kernels.accept_greedy import accept_greedy, advance
-
-    numbers, small = torch.zeros(2, nodes, dtype=torch.int64), torch.zeros(2, nodes, dtype=torch.int32)
-    ancestors = torch.zeros(2, nodes, -(-nodes // 64), dtype=torch.int64)
-    valid, active = torch.zeros(2, nodes, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
-    best, committed = torch.zeros(2, nodes, dtype=dtype), torch.zeros(2, 12, dtype=torch.int64)
-    accept_greedy(numbers, best, numbers, small, small, ancestors, valid, active, committed, 5)
-    features, state = torch.zeros(2, nodes, 4096, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-    advance(state, state, features[:, 0], features, state, state, state, active)
 
 
 def res_block(dtype: torch.dtype, heads: int, rows: int, width: int) -> None:
@@ -159,26 +103,14 @@ def gated(dtype: torch.dtype, width: int, parts: int, act: str, bare: bool = Fal
     gated(gate_up, torch.zeros(4, width, dtype=dtype), act, bias=None if bare else gate_up[0, 0].to(dtype))
 
 
-def few_rows(dtype: torch.dtype, rows: int) -> None:
-    """Each block size that is measured on a GPU of 132 multiprocessors."""
-    from draftsmith.kernels.few_rows import candidates, few_rows_product, sum_parts
-
-    x, matrix = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, 4096, dtype=dtype).t()
-    tiles = {form._replace(parts=0): form for form in candidates(rows, 4096, 4096, dtype, 132)}
-    for form in tiles.values():
-        parts = few_rows_product(x, matrix, form)
-    sum_parts(parts, torch.zeros(rows, 4096, dtype=dtype), None if rows == 1 else x[0])
-
-
 CASES: dict[str, Callable[[], None]] = {}  # beside MAIN and OTHERS, which are all in bfloat16 but one
 FP32, FP16, BF16 = DTYPES.values()
 for name, dtype in (("fp32", FP32), ("fp16", FP16)):
-    CASES[f"attention {name} D=64"] = partial(attention, dtype, 64, 64, 4)
+    CASES[f"attention {name} D=64"] = partial(attention, 64, 2, 4, 64, 8, dtype, slots=128)
     CASES[f"head_topk {name} M=5"] = partial(head_topk, dtype, 5)
-    CASES[f"accept_greedy {name} N=64"] = partial(accept_greedy, dtype, 64)
+    CASES[f"acceptance {name} N=64"] = partial(acceptance, 64, dtype)
     CASES[f"res_block {name} d=64 P=20"] = partial(res_block, dtype, 1, 20, 64)
     CASES[f"shortlist {name} n=5"] = partial(shortlist, dtype, 5)
-    CASES[f"commit {name}"] = partial(commit, dtype, 128)
     CASES[f"coupled {name}"] = partial(coupled, dtype, name == "fp16")
     CASES[f"verify {name} K=4, with q"] = partial(verify, dtype, 4, True)
     CASES[f"add_norm {name} d=4096 S=1"] = partial(add_norm, dtype, 4096, 1, True)
@@ -186,78 +118,52 @@ for name, dtype in (("fp32", FP32), ("fp16", FP16)):
     CASES[f"rotate_write {name} D=128 S=1, group 4"] = partial(rotate_write, dtype, 128, 4, 1, True)
 for name, dtype in (("fp32", FP32), ("bf16", BF16)):
     for group in (1, 7):
-        CASES[f"attention {name} D=128 Q=16, group {group}"] = partial(attention, dtype, 128, 16, 9, group)
+        CASES[f"attention {name} D=128 Q=16, group {group}"] = partial(attention, 16, 2, 4, 128, 2 * group, dtype)
     CASES[f"add_norm {name} d=4096 S=4"] = partial(add_norm, dtype, 4096, 4)
     CASES[f"gated {name} silu S=4"] = partial(gated, dtype, 1408, 4, "silu")
     CASES[f"rotate_write {name} D=80 S=4, group 1"] = partial(rotate_write, dtype, 80, 1, 4)
-CASES["attention fp32 D=256"] = partial(attention, FP32, 256, 64, 4)
-CASES["attention bf16 D=64 Q=32"] = partial(attention, BF16, 64, 32, 9)
+CASES["attention fp32 D=256"] = partial(attention, 64, 2, 4, 256, 8, FP32, slots=128)
+CASES["attention bf16 D=64 Q=32"] = partial(attention, 32, 2, 4, 64, 8, BF16)
 for rows in (1, 64):
-    CASES[f"few_rows fp32 M={rows}"] = partial(few_rows, FP32, rows)
+    CASES[f"products fp32 M={rows}"] = partial(products, rows, FP32, rows > 1)
     CASES[f"res_block fp32 d=1024 P={rows}"] = partial(res_block, FP32, 4, rows, 1024)
-CASES["few_rows fp16 M=16"] = partial(few_rows, FP16, 16)
+CASES["products fp16 M=16"] = partial(products, 16, FP16, True)
 CASES["verify fp32 K=10"] = partial(verify, FP32, 10, False)
 CASES["gated bf16 gelu_tanh"] = partial(gated, BF16, 1408, 1, "gelu_tanh")
 CASES["head_topk bf16 M=5"] = partial(head_topk, BF16, 5)
 CASES["res_block bf16 d=64 P=20"] = partial(res_block, BF16, 1, 20, 64)
 CASES["rotate_write bf16 D=64, group 7"] = partial(rotate_write, BF16, 64, 7, 1)
 CASES["add_norm bf16 d=16384 S=4"] = partial(add_norm, BF16, 16384, 4)
-CASES["accept_greedy bf16 N=512"] = partial(accept_greedy, BF16, 512)
+CASES["acceptance bf16 N=512"] = partial(acceptance, 512)
 CASES["shortlist bf16 n=160"] = partial(shortlist, BF16, 160)
 for most in (0, 63):
     CASES[f"verify bf16 K={most}, no parameters"] = partial(verify, BF16, most, False, 0, (False,) * 3)
 CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, BF16, 4, True, 1000)
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[tuple[Launch, Any]]]:
-    """The launches of each case and Triton's compiled kernels. Launches of one key are compiled once."""
-    known: dict[str, Any] = {}
-    by_case: dict[str, list[tuple[Launch, Any]]] = {}
-    for case, call in {**CASES, **MAIN, **OTHERS}.items():
+KERNELS = set(
+    "tree_attention merge_items work commit acceptances distribution walk draw philox block_topk merge_topk coupled "
+    "shortlist_logits shortlist_topk tokens accept_greedy advance res_block add_norm pair_input rotate_write gated "
+    "vector few_rows sum_parts".split()
+)
+
+
+def test_every_kernel_compiles_and_fits():
+    """Launches of one key are compiled once; those of MAIN and OTHERS in `make kernel-report`, with more checks."""
+    known: set[str] = set()
+    names: set[str] = set()
+    for case, call in {**MAIN, **OTHERS, **CASES}.items():
         launches: list[Launch] = []
         with intercepted(launches.append):
             call()
-        for launch in launches:
+        names |= {launch.name for launch in launches}
+        for launch in launches if case in CASES else ():
             if launch.key not in known:
-                known[launch.key] = launch.compiled()
-        by_case[case] = [(launch, known[launch.key]) for launch in launches]
-    return by_case
-
-
-def test_every_kernel_compiles_and_fits(compiled):
-    launched = {launch.key: (launch.name, done) for one in compiled.values() for launch, done in one}.values()
-    assert {name for name, _ in launched} == {
-        "_tree_attention_kernel",
-        "_merge_items_kernel",
-        "_work_kernel",
-        "_commit_kernel",
-        "_acceptances_kernel",
-        "_distribution_kernel",
-        "_walk_kernel",
-        "_draw_kernel",
-        "_philox_kernel",
-        "_block_topk_kernel",
-        "_merge_topk_kernel",
-        "_coupled_kernel",
-        "_shortlist_logits_kernel",
-        "_shortlist_topk_kernel",
-        "_tokens_kernel",
-        "_accept_greedy_kernel",
-        "_advance_kernel",
-        "_res_block_kernel",
-        "_add_norm_kernel",
-        "_pair_input_kernel",
-        "_rotate_write_kernel",
-        "_gated_kernel",
-        "_vector_kernel",
-        "_few_rows_kernel",
-        "_sum_parts_kernel",
-    }
-    assert all(done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY for _, done in launched)
-    assert not [
-        (name, narrow) for name, done in launched if name in WIDE and (narrow := narrow_products(done.asm["ttir"]))
-    ]
+                done = launch.compiled()
+                assert done.asm["cubin"] and done.metadata.shared <= SHARED_MEMORY, (case, launch.name)
+                assert launch.name not in WIDE or not narrow_products(done.asm["ttir"]), (case, launch.name)
+        known |= {launch.key for launch in launches}
+    assert names == {f"_{name}_kernel" for name in KERNELS}
 
 
 def test_programmatic_dependent_launch(monkeypatch):

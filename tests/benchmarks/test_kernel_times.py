@@ -55,23 +55,8 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
 
     monkeypatch.setattr(kernel_times, "pack_shortlist", counted)
     file = tmp_path / "kernels.json"
-    code, out, err = run_main(
-        kernel_times.main,
-        "shortlist",
-        "--batches",
-        2,
-        "--level",
-        3,
-        "--hidden",
-        32,
-        "--vocabulary",
-        500,
-        60,
-        "--dtype",
-        dtype,
-        "--out",
-        file,
-    )
+    words = "shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60".split()
+    code, out, err = run_main(kernel_times.main, *words, "--dtype", dtype, "--out", file)
     assert code == 0, err
     report = json.loads(file.read_text())
     rows = report["rows"]
@@ -116,7 +101,7 @@ def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
 
     def shape(args, table, number):
         for way in ("one", "two"):
-            table.add("k", way, {"n": number}, [lambda: None], 1.0, 1.0, 0.0)
+            table.add("k", way, {"n": number}, [lambda: None], kernel_times.Work(1.0, 1.0), 0.0)
             seen.append(json.loads(file.read_text()))
 
     kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])

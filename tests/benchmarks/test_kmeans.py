@@ -48,7 +48,6 @@ def test_the_command(run_main, tmp_path, monkeypatch):
         (("--balanced", 0.5), "--balanced 0.5: even clusters of equal size exceed it"),
         (("--clusters", 900), "--vocabulary 800: fewer rows than --clusters 900"),
         (("--clusters", 20000, "--vocabulary", 30000), "--clusters 20000: at most 16384"),
-        (("--iterations", 0), "--iterations"),
     ],
 )
 def test_what_it_refuses(run_main, monkeypatch, options, message):

@@ -47,14 +47,10 @@ def served(tmp_path_factory):
 
 def answer_of(ours):
     """What a server would say."""
-    texts = [
-        {
-            "tokens": text.tokens,
-            "drafts": len(text.accepted),
-            "accepted": [sum(count > place for count in text.accepted) for place in (1, 2)],
-        }
-        for text in ours
-    ]
+    texts = []
+    for text in ours:
+        accepted = [sum(count > place for count in text.accepted) for place in (1, 2)]
+        texts.append({"tokens": text.tokens, "drafts": len(text.accepted), "accepted": accepted})
     return {"texts": texts, "seconds": 2.0, "server": "x 1"}
 
 

@@ -35,20 +35,12 @@ COMMON = ["--threads", 1, "--device", "cpu", "--max-new-tokens", NEW, "--depths"
 
 def shortlists(outputs: int, width: int) -> dict[str, ShortlistHead]:
     """All kinds. Their capacities change by depth; the text's tokens and some clusters do not all fit."""
+    router = {"num_clusters": 12, "router_width": 8, "embedding_size": width, "feature_size": width}
     configs = {
         "fr_spec": ShortlistConfig("fr_spec", outputs, budget(90, "position_aware")),
         "vocab_trim": ShortlistConfig("vocab_trim", outputs, (60,)),
         "in_context": ShortlistConfig("in_context", outputs, (34, 28), static=16),
-        "dynaspec": ShortlistConfig(
-            "dynaspec",
-            outputs,
-            (110, 110, 70),
-            clusters=(6, 6, 3),
-            num_clusters=12,
-            router_width=8,
-            embedding_size=width,
-            feature_size=width,
-        ),
+        "dynaspec": ShortlistConfig("dynaspec", outputs, (110, 110, 70), clusters=(6, 6, 3), **router),
     }
     generator = torch.Generator().manual_seed(5)
     heads: dict[str, ShortlistHead] = {}
@@ -175,16 +167,9 @@ def nodes(target, drafts, heads, texts):
                     q[tokens], inside[tokens] = logits.softmax(-1), True
                     order = [tokens[place] for place in logits.argsort(descending=True).tolist()]
                     rank = order.index(label) if label in order[:MAX_RANK] else MAX_RANK
-                    row[names[name]] = (
-                        rank,
-                        [
-                            float(torch.where(inside, torch.minimum(following[node], q), 0).sum()),
-                            float(inside[best[0]]),
-                            float(inside[best].float().mean()),
-                            float(inside.sum()),
-                            float(inside[label]),
-                        ],
-                    )
+                    both = torch.where(inside, torch.minimum(following[node], q), 0).sum()
+                    values = (both, inside[best[0]], inside[best].float().mean(), inside.sum(), inside[label])
+                    row[names[name]] = rank, [float(value) for value in values]
                 by_depth.append(row)
             steps.append(by_depth)
         found.append(steps)

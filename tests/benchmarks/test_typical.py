@@ -25,23 +25,9 @@ def test_nats_per_token(target):
 def test_the_command(run_main, drafter, tmp_path, monkeypatch, write_prompts):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
     prompts = write_prompts(["import os", "def f(x):"])
-    code, out, err = run_main(
-        typical.main,
-        drafter,
-        "--prompts",
-        prompts,
-        "--epsilons",
-        0.001,
-        0.9,
-        "--temperature",
-        1.5,
-        "--max-new-tokens",
-        30,
-        "--batch-size",
-        2,
-        "--out",
-        tmp_path / "out",
-    )
+    words = [drafter, "--prompts", prompts, "--out", tmp_path / "out"]
+    words += "--epsilons 0.001 0.9 --temperature 1.5 --max-new-tokens 30 --batch-size 2".split()
+    code, out, err = run_main(typical.main, *words)
     assert code == 0 and "(lossy)" in out and f"wrote {tmp_path / 'out' / 'typical.json'}" in err
     found = json.loads((tmp_path / "out" / "typical.json").read_text())
     by_name = {row["name"]: row for row in found["methods"]}

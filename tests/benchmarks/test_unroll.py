@@ -71,13 +71,6 @@ def test_a_wrong_form_is_not_timed(run_main, tmp_path, monkeypatch, broken, dtyp
     assert err.startswith(f"error: 3 steps, {what}") and "with dense attention by" in err
 
 
-def test_bad_input(run_main, tmp_path):
-    for more, message in (
-        (("--steps", 2, 0), "--steps 0: must be at least 1"),
-        (("--tokens", 0), "--tokens 0: must be at least 1"),
-        (("--shape", "x"), "--shape x: unknown; use llama2-7b, llama3-8b, smollm2-135m, tiny-lm"),
-        (("--out", tmp_path / "none.txt" / "x.json"), None),
-    ):
-        (tmp_path / "none.txt").touch()
-        code, _, err = run_main(unroll.main, *TOY, *more)
-        assert code == 2 and (err == f"error: {message}\n" if message else "cannot write here" in err), err
+def test_bad_input(run_main):
+    shapes = "--shape x: unknown; use llama2-7b, llama3-8b, smollm2-135m, tiny-lm"
+    assert run_main(unroll.main, *TOY, "--shape", "x") == (2, "", f"error: {shapes}\n")

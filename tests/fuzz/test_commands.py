@@ -13,14 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 20  # seconds that an answer may take
-TRAINING = {
-    "train.medusa": "tiny-medusa",
-    "train.eagle": "tiny-eagle3",
-    "train.ssm": "tiny-ssm",
-    "train.lm": "tiny-lm",
-    "train.dynaspec": "tiny-dynaspec",
-    "train.distill": "tiny-distill",
-}
+TRAINING = {f"train.{script}": f"tiny-{script}" for script in ("medusa", "eagle", "ssm", "lm", "dynaspec", "distill")}
+TRAINING["train.eagle"] += "3"
 # What no recipe may say, and what the answer has to name.
 OVERRIDES = [
     ("x=1", "unknown key 'x'"),
@@ -100,21 +94,14 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     "benchmarks.gpu.run": ([], {"--bundle": ("99", "x"), "--only": ("x",), "--minutes": ("-1", "nan", "x")}),
 }  # fmt: skip
 
-CASES = [
-    *(
-        (name, [f"{ROOT}/recipes/{recipe}.yaml", given], said)
-        for name, recipe in TRAINING.items()
-        for given, said in OVERRIDES
-    ),
-    *((name, [given], said) for name in TRAINING for given, said in RECIPES),
-    *(
-        (name, [*complete, option, value], f"{option} {value}")
-        for name, (complete, options) in OTHERS.items()
-        for option, values in options.items()
-        for value in values
-    ),
-    *((name, [*complete, "--nonsense"], "there is no option --nonsense") for name, (complete, _) in OTHERS.items()),
-]
+CASES: list[tuple[str, list[str], str]] = []
+for name, recipe in TRAINING.items():
+    CASES += [(name, [f"{ROOT}/recipes/{recipe}.yaml", given], said) for given, said in OVERRIDES]
+    CASES += [(name, [given], said) for given, said in RECIPES]
+for name, (complete, options) in OTHERS.items():
+    pairs = [(option, value) for option, values in options.items() for value in values]
+    CASES += [(name, [*complete, option, value], f"{option} {value}") for option, value in pairs]
+    CASES.append((name, [*complete, "--nonsense"], "there is no option --nonsense"))
 
 
 def names(line: str, said: str) -> bool:
@@ -175,10 +162,7 @@ QUICK = [
     ("models/import_drafter.py", "a/b", "--target", "nowhere", "--out", "x"),
     ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"),
     ("train/ssm.py", "README.md"),
-    *(
-        (f"train/{script.partition('.')[2]}.py", f"recipes/{recipe}.yaml", "run.nam=x")
-        for script, recipe in TRAINING.items()
-    ),
+    *((f"{name.replace('.', '/')}.py", f"recipes/{recipe}.yaml", "run.nam=x") for name, recipe in TRAINING.items()),
     ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
     ("benchmarks/medusa_stages.py", "--prompts", "LICENSE"),
     ("inference/calibrate.py", "ngram", "--target", "models/tiny-lm", "--prompts", "nowhere.jsonl"),

@@ -38,7 +38,7 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.verify.tree import read_tree
-from draftsmith.models.artifact import write_drafter, write_json
+from draftsmith.models.artifact import read_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, dynaspec, eagle, lm, medusa, ssm
@@ -176,23 +176,6 @@ def caches(folder):
         yield
 
 
-@pytest.fixture(scope="module")
-def target(tiny_lm):
-    return load_target(str(tiny_lm))
-
-
-@pytest.fixture(scope="module")
-def drafter(target, folder):
-    """A drafter folder whose heads are right now and then, with a tree of six nodes."""
-    torch.manual_seed(0)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    with torch.no_grad():
-        heads.weight.normal_(std=0.1)
-    write_drafter(folder / "heads", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    write_json(folder / "heads/tree.json", {"paths": [[0], [0, 0], [0, 0, 0], [0, 1], [1]]})
-    return folder / "heads"
-
-
 PROMPT = ["--prompt", "import os", "--raw", "--max-new-tokens", "24", "--threads", "1", "--device", "cpu"]
 
 
@@ -207,19 +190,13 @@ def plain(run_main, tiny_lm):
 # ---- recipes
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-OF_SCRIPT = {
-    "medusa": medusa.MedusaRecipe,
-    "ssm": ssm.SsmRecipe,
-    "eagle": eagle.EagleRecipe,
-    "lm": lm.LmRecipe,
-    "distill": distill.DistillRecipe,
-    "dynaspec": dynaspec.DynaspecRecipe,
-}
+TRAINING = {"medusa": medusa, "ssm": ssm, "eagle": eagle, "lm": lm, "distill": distill, "dynaspec": dynaspec}
 
 
 def class_of(path: Path) -> Any:
     first = path.read_text().partition("\n")[0]
-    return next(recipe for script, recipe in OF_SCRIPT.items() if f"train/{script}.py" in first)
+    (script,) = (script for script in TRAINING if f"train/{script}.py" in first)
+    return getattr(TRAINING[script], f"{script.capitalize()}Recipe")
 
 
 def read_odd(path: Path, recipe: Any, overrides: tuple[str, ...] = ()) -> Any:
@@ -342,43 +319,19 @@ def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
     """name → its main, arguments that work, options left alone: they only make it slow."""
     few = ["--max-new-tokens", "4"]
     one = [*few, "--threads", "1"]
+    cut = f"package:yaml --tokenizer {tiny_lm} --out {folder / 'cut.jsonl'}"
     return {
         "decode": (decode.main, [str(drafter), "--prompts", str(jsonl), *one], ()),
         "decode one": (decode.main, [str(drafter), "--prompt", "x", *one], ()),
         "calibrate": (calibrate.main, [str(folder / "copy"), "--prompts", str(jsonl), *few], ()),
         "typical": (typical.main, [str(drafter), "--prompts", str(jsonl), "--epsilons", "0.1", *few], ()),
-        "bench": (
-            bench.main,
-            ["--target", str(tiny_lm), "--contexts", "8", "--nodes", "1", "4", "--repeat", "1"],
-            ("--shape",),
-        ),
-        "prompts": (
-            cutting.main,
-            [
-                "package:yaml",
-                "--tokenizer",
-                str(tiny_lm),
-                "--out",
-                str(folder / "cut.jsonl"),
-                "--count",
-                "2",
-                "--prompt-tokens",
-                "8",
-                "--split",
-                "train",
-            ],
-            (),
-        ),
+        "bench": (bench.main, f"--target {tiny_lm} --contexts 8 --nodes 1 4 --repeat 1".split(), ("--shape",)),
+        "prompts": (cutting.main, f"{cut} --count 2 --prompt-tokens 8 --split train".split(), ()),
         "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
-        "medusa": (medusa.main, [str(tiny_recipes["medusa"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
-        "ssm": (ssm.main, [str(tiny_recipes["ssm"]), "--dry-run", "run.name=fuzz-ssm"], ("--tiny",)),
-        "eagle": (eagle.main, [str(tiny_recipes["eagle"]), "--dry-run", "run.name=fuzz-eagle"], ("--tiny",)),
-        "dynaspec": (
-            dynaspec.main,
-            [str(tiny_recipes["dynaspec"]), "--dry-run", "run.name=fuzz-dynaspec"],
-            ("--tiny",),
-        ),
-        "distill": (distill.main, [str(tiny_recipes["distill"]), "--dry-run", "run.name=fuzz"], ("--tiny",)),
+        **{
+            name: (TRAINING[name].main, [str(path), "--dry-run", f"run.name=fuzz-{name}"], ("--tiny",))
+            for name, path in tiny_recipes.items()
+        },
     }
 
 
@@ -415,20 +368,8 @@ def tiny_recipes(folder, tiny_lm):
 
 
 FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
-COMMANDS = [
-    "decode",
-    "decode one",
-    "calibrate",
-    "typical",
-    "bench",
-    "prompts",
-    "preview",
-    "medusa",
-    "ssm",
-    "eagle",
-    "dynaspec",
-    "distill",
-]
+COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview"]
+COMMANDS += [name for name in TRAINING if name != "lm"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -634,8 +575,6 @@ def plain_tokens(target):
 
 @pytest.fixture(scope="module")
 def heads(drafter, target):
-    from draftsmith.models.artifact import read_drafter
-
     _, config, weights = read_drafter(str(drafter))
     return MedusaHeads.from_artifact(config, weights, str(drafter))
 
@@ -680,6 +619,12 @@ def as_transformers_does(folder: Path, tokens: list[int], count: int) -> bool:
     return bool((best - chosen <= 1e-3 * logits.abs().max(-1).values).all())
 
 
+def odd_target(folder: Path, tiny_lm: Path) -> Path:
+    odd = copy_of(tiny_lm, folder / "odd-lm")
+    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    return odd
+
+
 def loads_or_says(folder: Path) -> None:
     """A target folder is refused in one line, or decoded as transformers does."""
     try:
@@ -695,8 +640,7 @@ def loads_or_says(folder: Path) -> None:
 @examples(40)
 @given(data=st.data())
 def test_target_configs(folder, tiny_lm, data):
-    odd = copy_of(tiny_lm, folder / "odd-lm")
-    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    odd = odd_target(folder, tiny_lm)
     name = data.draw(st.sampled_from(["config.json", "config.json", "config.json", "generation_config.json"]))
     if data.draw(st.integers(0, 4)):
         rewrite(odd / name, data.draw(changed(json.loads((tiny_lm / name).read_text()), 2)))
@@ -708,8 +652,7 @@ def test_target_configs(folder, tiny_lm, data):
 @examples(20)
 @given(data=st.data())
 def test_target_tokenizers(folder, tiny_lm, data):
-    odd = copy_of(tiny_lm, folder / "odd-lm")
-    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    odd = odd_target(folder, tiny_lm)
     name = data.draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"]))
     if data.draw(st.booleans()):
         content = json.loads((tiny_lm / name).read_text())
@@ -721,15 +664,9 @@ def test_target_tokenizers(folder, tiny_lm, data):
     loads_or_says(odd)
 
 
-NAMES = [
-    "model.embed_tokens.weight",
-    "model.norm.weight",
-    "lm_head.weight",
-    *(
-        f"model.layers.1.{part}.weight"
-        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
-    ),
-]
+OF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
+NAMES = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+NAMES += [f"model.layers.1.{part}.weight" for part in OF_LAYER]
 KINDS = ["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", "bytes"]
 
 
@@ -738,8 +675,7 @@ KINDS = ["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", 
 @example("model.layers.1.self_attn.k_proj.weight", "nan", Damage(0, 0, b"", False))  # attention hides these
 @example("lm_head.weight", "bytes", Damage(1.0, 0, b"more", False))
 def test_target_weights(folder, tiny_lm, name, kind, damage):
-    odd = copy_of(tiny_lm, folder / "odd-lm")
-    (odd / "one.jsonl").write_text('{"prompt": "import os"}')
+    odd = odd_target(folder, tiny_lm)
     weights = load_file(odd / "model.safetensors")
     weight = weights.pop(name)
     match kind:

@@ -38,19 +38,10 @@ class World:
 
     folder: Path
     run: Callable[..., tuple[int, str, str]]  # run_main
+    recipe: Path
+    rounds: Path
+    seeds: Path
     text: str = ""  # what decode.py prints
-
-    @property
-    def recipe(self) -> Path:
-        return self.folder / "medusa.yaml"
-
-    @property
-    def rounds(self) -> Path:
-        return self.folder / "ssm.yaml"
-
-    @property
-    def seeds(self) -> Path:
-        return self.folder / "distill.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +78,7 @@ def world(tiny_lm, tmp_path_factory, run_main):
         "boost": {"tokens": 1, "min_prompts": 1, "unit": "segment"},
         "stages": [{"name": f"ssm-{number}", **stage} for number in range(2)],
     }
-    world = World(folder, run_main)
+    world = World(folder, run_main, *(folder / f"{script}.yaml" for script in ("medusa", "ssm", "distill")))
     world.rounds.write_text(yaml.safe_dump(boosting))
     world.recipe.write_text(yaml.safe_dump(training))
     world.seeds.write_text(yaml.safe_dump(answering))
@@ -111,19 +102,17 @@ def half_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if ".tmp" in path.name]
 
 
+def weights_of(*parts: str) -> list[str]:
+    return [f"{part}/model.safetensors" for part in parts]
+
+
 class Training:
     """train/medusa.py: the artifact, its checkpoints and its metrics are those of the whole run."""
 
     script, main = "train/medusa.py", medusa.main
     # provenance.json and recipe.yaml hold the command, the card the run's name; metrics.jsonl holds seconds.
-    same = (
-        "model.safetensors",
-        "config.json",
-        "held_out/model.safetensors",
-        "checkpoints/step-60/model.safetensors",
-        "checkpoints/step-60/optimizer.safetensors",
-        "checkpoints/best/medusa-1/model.safetensors",
-    )
+    parts = (".", "held_out", "checkpoints/step-60", "checkpoints/best/medusa-1")
+    same = ("config.json", "checkpoints/step-60/optimizer.safetensors", *weights_of(*parts))
 
     def __init__(self, world: World, name: str) -> None:
         self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/whole"
@@ -148,15 +137,7 @@ class Boosting(Training):
     """train/ssm.py: every SSM, its marks and the draft vocabulary are those of the whole run."""
 
     script, main = "train/ssm.py", ssm.main
-    same = (
-        "model.safetensors",
-        "config.json",
-        "held_out/model.safetensors",
-        "ssm-0/model.safetensors",
-        "ssm-1/model.safetensors",
-        "marks/0/model.safetensors",
-        "marks/1/model.safetensors",
-    )
+    same = ("config.json", *weights_of(".", "held_out", "ssm-0", "ssm-1", "marks/0", "marks/1"))
 
     def __init__(self, world: World, name: str) -> None:
         self.folder, self.whole = world.folder / "runs" / name, world.folder / "runs/ensemble"
@@ -295,16 +276,10 @@ def cut(world: World, kind: Any, name: str, moment: float, working: bool, what: 
     return ended
 
 
-@pytest.mark.parametrize(
-    ("case", "what"),
-    [
-        (Training, signal.SIGINT),
-        (Training, signal.SIGKILL),
-        (Boosting, signal.SIGINT),
-        (Boosting, signal.SIGKILL),
-        (Decoding, signal.SIGINT),
-    ],
-)
+MOMENTS = [(case, what) for case in (Training, Boosting) for what in (signal.SIGINT, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(("case", "what"), [*MOMENTS, (Decoding, signal.SIGINT)])
 def test_a_moment_of_its_work(world, case, what):
     """A little after its first output; decoding writes nothing that being killed could leave half. While a command
     still imports: tests/train/test_folders.py."""

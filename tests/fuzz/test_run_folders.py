@@ -21,19 +21,12 @@ from draftsmith.inference import calibrate
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.target import load_target
 from draftsmith.train import medusa
 from draftsmith.train.folders import held
 
 ROOT = Path(__file__).parents[2]
-TRAINING = {
-    "medusa": "tiny-medusa",
-    "eagle": "tiny-eagle3",
-    "ssm": "tiny-ssm",
-    "lm": "tiny-lm",
-    "dynaspec": "tiny-dynaspec",
-    "distill": "tiny-distill",
-}
+TRAINING = {script: f"tiny-{script}" for script in ("medusa", "eagle", "ssm", "lm", "dynaspec", "distill")}
+TRAINING["eagle"] += "3"
 _OVERRIDES_MODES = 0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 
@@ -114,11 +107,6 @@ def one_line(done: tuple[int, str, str], *said: str) -> None:
     assert all(line.startswith("precision: ") for line in above), err
 
 
-@pytest.fixture(scope="module")
-def target(tiny_lm):
-    return load_target(str(tiny_lm))
-
-
 @pytest.fixture
 def places(tmp_path, monkeypatch):
     """The folders of a user: where a command runs, the home, the cache, and where runs are."""
@@ -184,6 +172,7 @@ def drafters(target, tmp_path_factory):
 
 DECODE = ["--target", "TARGET", "--max-new-tokens", "4", "--threads", "1"]
 PROMPTS = ["--prompts", "prompts.jsonl"]
+RECIPE = f"{ROOT}/recipes/tiny-medusa2.yaml"
 # What writes: its module, its command line with OUT, and OUT below the folder that cannot be written.
 WRITERS = {
     "a tree": ("inference.calibrate", ["OUT", *PROMPTS, "--target", "TARGET", "--seconds", "1"], "medusa"),
@@ -204,16 +193,8 @@ WRITERS = {
     "step_times": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--out", "OUT"], "x.json"),
     "a profile": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--profile", "OUT"], "x.txt"),
     "serving": ("benchmarks.serving", ["ngram", *PROMPTS, "--target", "TARGET", "--out", "OUT"], "x.json"),
-    "assisted": (
-        "benchmarks.assisted",
-        [*PROMPTS, "--target", "TARGET", "--draft", "TARGET", "--out", "OUT"],
-        "x.json",
-    ),
-    "medusa_stages": (
-        "benchmarks.medusa_stages",
-        [*PROMPTS, "--recipe", f"{ROOT}/recipes/tiny-medusa2.yaml", "--out", "OUT"],
-        "runs",
-    ),
+    "assisted": ("benchmarks.assisted", [*PROMPTS, *"--target TARGET --draft TARGET --out OUT".split()], "x.json"),
+    "medusa_stages": ("benchmarks.medusa_stages", [*PROMPTS, "--recipe", RECIPE, "--out", "OUT"], "runs"),
 }
 
 
