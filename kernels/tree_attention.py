@@ -438,6 +438,9 @@ def _tree_attention_kernel(
     v_batch,
     v_head,
     v_slot,
+    out_batch,
+    out_head,
+    out_query,
     ancestors_batch,
     ancestors_query,
     depth_batch,
@@ -527,8 +530,8 @@ def _tree_attention_kernel(
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if parts == 1:
-        place = (batch * num_queries + query) * (KV_HEADS * GROUP) + head  # of [B, Q, Hq, D]
-        tl.store(out + place[:, None] * width + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        rows_out = out + batch * out_batch + head * out_head + query * out_query
+        tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:  # [I − B + 1, Q, Hq, D] and [I − B + 1, Q, Hq]
         place = (item.to(tl.int64) * num_queries + query) * (KV_HEADS * GROUP) + head
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
@@ -563,8 +566,8 @@ def _tree_attention_kernel(
                         total = total * rescale + weights
                         best = new_best
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                place = (batch * num_queries + query) * (KV_HEADS * GROUP) + head
-                tl.store(out + place[:, None] * width + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+                rows_out = out + batch * out_batch + head * out_head + query * out_query
+                tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["num_queries"])
@@ -792,7 +795,8 @@ def _tree_attention_cached(
     partial = q.new_empty((parts, queries, heads, width), dtype=torch.float32)
     lse = q.new_empty((parts, queries, heads), dtype=torch.float32)
     depths = (0 if one is None else one.stride(0) for one in (depth, key_depth))
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *ancestors.stride()[:2], *depths)
+    caches = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    strides = (*caches, *out.stride()[:3], *ancestors.stride()[:2], *depths)  # computed from others, out's would spill
     tensors = (q, k, v, lengths, ancestors, depth, key_depth, items, first, count, out, partial, lse, arrived)
     numbers = (queries, num_tree_keys, width, scale * math.log2(math.e), softcap)
     tile |= {"KV_HEADS": kv_heads, "GROUP": group, "PLANNED": items is not None, "WINDOW": window}
