@@ -3,7 +3,7 @@
     python benchmarks/coupled.py models/smollm2-eagle3 models/smollm2-medusa --prompts P.jsonl --out coupled.json
 
     coupled         a drafter proposes the best tokens of log q + noise; a node is accepted iff it is the target's best
-                    token of log p + the same noise (ALGORITHMS §2.6). T = 0 is greedy decoding
+                    token of log p + the same noise (algorithms.md §2.6). T = 0 is greedy decoding
     without         SpecInfer's multi-step verification (arXiv 2305.09781 §4.3) of draws without replacement
     iid             the same of independent draws
     deterministic   the same of the drafter's likeliest tokens: a child is accepted with the target's probability of it

@@ -30,7 +30,7 @@ from typing import Any
 from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
 from draftsmith.common.files import check_folder
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="FILE.jsonl",
-        help='lines of {"prompt": …}, {"messages": …} or {"turns": …}; several files: give --prompts for each',
+        help='lines of {"prompt": …}, {"messages": …} or {"turns": …} (MT-Bench, Spec-Bench: later turns follow plain '
+        "greedy answers); several files: give --prompts for each",
     )
     what.add_argument(
         "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
@@ -216,6 +217,7 @@ def main() -> None:
         from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
         from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
+        from draftsmith.inference.engine.text import answer_text
         from draftsmith.inference.evaluation import report as reporting
         from draftsmith.inference.evaluation.page import render_pages
         from draftsmith.inference.evaluation.timing import engine_options, evaluate
@@ -260,6 +262,16 @@ def main() -> None:
         return interact(first, args.drafters[0], options_of, raw=args.raw)
     given = given_to(target)
     prompts = encode_prompts(given, target)
+    if any(prompt.later for prompt in given) and not args.live:
+        plain = SpeculativeDecoder(target, lean=lean)
+
+        def answers(asked: list[Prompt]) -> list[str]:
+            console.print(f"answering {len(asked)} prompts, which later turns follow", markup=False)
+            found = plain.generate(encode_prompts(asked, target), args.max_new_tokens, batch_size=args.batch_size)
+            return [answer_text(target, result.tokens) for result in found]
+
+        given = with_later_turns(given, answers)
+        prompts = encode_prompts(given, target)
     if args.live:
         return stream_prompts(first, args.drafters[0], given, prompts, options_of)
     if args.prompt is not None and not args.report and not args.check_lossless:

@@ -1,4 +1,4 @@
-"""Coupled sampling: the best tokens of log p + g, with Gumbel noise g that belongs to the text (ALGORITHMS §2.6).
+"""Coupled sampling: the best tokens of log p + g, with Gumbel noise g that belongs to the text (algorithms.md §2.6).
 
     s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.sampling`), else −∞
     score(x) = s(x) + g(x),    g = −log E,    E = −log(1 − u)

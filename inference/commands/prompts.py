@@ -1,7 +1,7 @@
 """Prompts: read from JSON lines, rendered by the target's chat template, encoded, and checked against its context."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ class Prompt:
     content: str | list[Message]
     where: str = field(default="prompt", compare=False)  # the file and line it came from, or the option, for errors
     kind: str | None = None  # of text (code, writing, …), by which reports group their figures, if the row has a kind
+    later: tuple[str, ...] = ()  # what the user asks then, each after the answer to the one before
 
     def encode(self, target: "Target") -> list[int]:
         """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says. A ValueError if there is no template, or
@@ -48,10 +49,27 @@ def encode_prompts(prompts: Sequence[Prompt], target: "Target") -> list[list[int
     return [prompt.encode(target) for prompt in prompts]
 
 
+def with_later_turns(prompts: Sequence[Prompt], answers: Callable[[list[Prompt]], list[str]]) -> list[Prompt]:
+    """Each prompt, followed by those of its later turns, in which what was asked before has been answered.
+
+    Args:
+        answers: the texts that answer some prompts.
+    """
+    chains = [[prompt] for prompt in prompts]
+    while unfinished := [chain for chain in chains if chain[-1].later]:
+        asked = [chain[-1] for chain in unfinished]
+        for chain, last, text in zip(unfinished, asked, answers(asked), strict=True):
+            assert isinstance(last.content, list)
+            turn: list[Message] = [{"role": "assistant", "content": text}, {"role": "user", "content": last.later[0]}]
+            chain.append(replace(last, content=last.content + turn, later=last.later[1:]))
+    return [prompt for chain in chains for prompt in chain]
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from JSON lines, whose formats :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a
-    text is raw text; of ``turns`` the first is the user's message; the last message of a conversation is left out if it
-    is the assistant's, the answer that is asked for. A text in ``kind`` names the kind of text.
+    text is raw text; of ``turns`` the first is the user's message, and the others are ``later``; the last message of a
+    conversation is left out if it is the assistant's, the answer that is asked for. A text in ``kind``, or in
+    ``category`` (MT-Bench, Spec-Bench), names the kind of text.
 
     Raises:
         FileNotFoundError, ValueError: no such file, a line that asks nothing (its number is named), or no line.
@@ -65,14 +83,16 @@ def read_prompts(path: Path) -> list[Prompt]:
                 content = read_prompt(row)
             except UnusableRow as error:
                 raise ValueError(f"{where}: {error}") from None
+            later: tuple[str, ...] = ()
             if isinstance(content, Turns):
-                content = [{"role": "user", "content": content.texts[0]}]
+                first, *rest = content.texts
+                content, later = [{"role": "user", "content": first}], tuple(rest)
             elif isinstance(content, list) and content[-1]["role"] == "assistant":
                 content = content[:-1]
             if not content:
                 raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
-            kind = row.get("kind")
-            prompts.append(Prompt(content, where, kind if isinstance(kind, str) and kind else None))
+            kind = row.get("kind", row.get("category"))
+            prompts.append(Prompt(content, where, kind if isinstance(kind, str) and kind else None, later))
     if not prompts:
         raise ValueError(f'{path}: holds no prompt; write {{"prompt": "…"}} or {{"messages": […]}} on each line')
     return prompts

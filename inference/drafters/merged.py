@@ -6,7 +6,7 @@ source. In sampling mode every draw is tested with the distribution it was drawn
 
 Of the merged nodes the likeliest by the drafters' acceptance probabilities (``TokenTree.acceptance``) are kept, as many
 as the step's budget says. Nodes drawn at random are all kept, and which of the others are kept does not depend on the
-drawn tokens (ALGORITHMS §2, C2).
+drawn tokens (algorithms.md §2, C2).
 
 In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams.
 

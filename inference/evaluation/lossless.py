@@ -1,4 +1,4 @@
-"""Checks of lossless output: equal to plain decoding if greedy (ALGORITHMS §11.7) or by coupled sampling, equal in
+"""Checks of lossless output: equal to plain decoding if greedy (algorithms.md §11.7) or by coupled sampling, equal in
 distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that

@@ -189,6 +189,6 @@ def penalised(logits: Tensor, settings: Settings, seen: Tensor | None) -> Tensor
 
 
 def sampling_distribution(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
-    """The distribution that plain sampling draws from (ALGORITHMS §2, C4): logits ``[B, N, V]`` → float32, each row
+    """The distribution that plain sampling draws from (algorithms.md §2, C4): logits ``[B, N, V]`` → float32, each row
     sums to 1. A row whose logits hold NaN or +∞, or −∞ only, is NaN throughout. ``seen``: see :func:`penalised`."""
     return distribution_reference(penalised(logits, settings, seen), *settings.filters, settings.uses[:3])

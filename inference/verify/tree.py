@@ -24,7 +24,7 @@ _MAX_TEXT = 1 << 20  # characters of nested tuples; Python's parser needs a hund
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws at each node, in the order in which they are tested, with their distributions (ALGORITHMS §2).
+    """The draws at each node, in the order in which they are tested, with their distributions (algorithms.md §2).
 
     Several draws of a node may lead to one child: merged trees keep each source's draw. Neither the order nor the
     number of a node's draws may depend on the value of a draw that is tested later (C2).

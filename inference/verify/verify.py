@@ -1,9 +1,9 @@
 """Verification: the path of a token tree that the target accepts, and the bonus token after it.
 
     greedy    a child is accepted iff it is the target's argmax (kernels/accept_greedy.py)
-    sample    coupled sampling (ALGORITHMS §2.6): iff it is the argmax of log p + noise, where the noise depends on the
+    sample    coupled sampling (algorithms.md §2.6): iff it is the argmax of log p + noise, which depends on the
               seed, the position in the text and the token alone. So a seed gives the same text by any drafter
-    mss       SpecInfer's multi-step speculative sampling (ALGORITHMS §2): committed tokens have the distribution of
+    mss       SpecInfer's multi-step speculative sampling (algorithms.md §2): committed tokens have the distribution of
               plain sampling; which ones they are depends on the tree
     typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
 
@@ -64,7 +64,7 @@ def verify_sample(
 
         r ← p;  for each draw (x, q):  accept x iff u < r[x] / q[x],  else  r ← norm((r − q)+);  bonus ~ r
 
-    Committed tokens have the distribution of plain sampling if each draw comes from its q (ALGORITHMS §2).
+    Committed tokens have the distribution of plain sampling if each draw comes from its q (algorithms.md §2).
 
     Args:
         logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition

@@ -824,3 +824,19 @@ def test_lines_are_read_where_python_has_no_readline(monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("first\n"))
     monkeypatch.setattr(sys, "stdout", Terminal())
     assert interactive.read_line() == "first"
+
+
+def test_question_files_with_several_turns(run_decode, target, tmp_path):
+    """MT-Bench's and Spec-Bench's format: the second turn is asked after the target's own answer to the first."""
+    rows = [{"question_id": n, "category": kind, "turns": ["import os", "def f(x):"]} for n, kind in enumerate("aab")]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "x = 1"}]))
+    code, out, err = run_decode(
+        f"ngram --target {target.name} --prompts {tmp_path}/q.jsonl --max-new-tokens 6 --baseline none --show 2 "
+        f"--report {tmp_path}/out"
+    )
+    assert code == 0 and "answering 3 prompts, which later turns follow" in err, err
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["prompts"] == 7
+    assert {kind: found["prompts"] for kind, found in report["kinds"].items()} == {"a": 4, "b": 2, "other": 1}
+    first, second = converse(target, ["import os", "def f(x):"], 6)
+    assert out == f"{first}\n{second}", "as in a conversation"

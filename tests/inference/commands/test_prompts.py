@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -31,7 +31,7 @@ def test_read_prompts(tmp_path):
         Prompt("a\u2028b\x85c\u2029 \n d"),
         Prompt([*chat, {"role": "user", "content": "Bye"}]),
         Prompt([USER]),
-        Prompt([{"role": "user", "content": "first"}]),
+        Prompt([{"role": "user", "content": "first"}], later=("second",)),
         Prompt([{"role": "user", "content": "one two"}]),
         Prompt("🙂"),
         Prompt([USER, {"role": "function", "content": "7"}]),
@@ -135,3 +135,28 @@ def test_prompts_leave_room_for_an_answer(target):
     assert len(encode_prompts([Prompt("é" * 127)], target)[0]) < target.context
     with pytest.raises(ValueError, match=r"^p.jsonl:7: this prompt has \d+ tokens; .* context of 256"):
         encode_prompts([Prompt("é" * 128, where="p.jsonl:7")], target)
+
+
+def test_later_turns():
+    asked = []
+
+    def answers(prompts):
+        asked.append([prompt.content[-1]["content"] for prompt in prompts])
+        return [f"answer to {text}" for text in asked[-1]]
+
+    def chat(*texts):
+        return [{"role": "assistant" if text.startswith("answer") else "user", "content": text} for text in texts]
+
+    given = [Prompt(chat("a"), "x:1", "maths", ("b", "c")), Prompt("raw"), Prompt(chat("d"), "x:3", None, ("e",))]
+    found = with_later_turns(given, answers)
+    assert asked == [["a", "d"], ["b"]], "those of a turn together"
+    assert [prompt.content for prompt in found] == [
+        chat("a"),
+        chat("a", "answer to a", "b"),
+        chat("a", "answer to a", "b", "answer to b", "c"),
+        "raw",
+        chat("d"),
+        chat("d", "answer to d", "e"),
+    ]
+    assert [(prompt.where, prompt.kind) for prompt in found[:3]] == [("x:1", "maths")] * 3
+    assert not found[2].later and with_later_turns([Prompt("raw")], answers) == [Prompt("raw")]

@@ -460,7 +460,7 @@ def wrong_typical(g, n):
     return torch.where(verdict.length > 0, tokens[:, 0], verdict.bonus)
 
 
-# The total variation from p that ALGORITHMS §2 gives for these variants, where it defines them exactly.
+# The total variation from p that algorithms.md §2 gives for these variants, where it defines them exactly.
 WRONG = {
     wrong_deduplicated: 0.010,  # siblings of i.i.d. draws de-duplicated to a set
     wrong_merged_to_a_set: 0.0046,  # one draw from each of two drafters merged to a set, the first q kept
