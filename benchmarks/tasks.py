@@ -128,7 +128,7 @@ def first_of(text: str, words: Sequence[str]) -> str | None:
 def _arithmetic(draws: random.Random, count: int) -> list[Task]:
     tasks = []
     for number in range(count):
-        a, b, c = draws.randint(12, 99), draws.randint(11, 99), draws.randint(2, 9)
+        a, b, c = draws.randint(2, 30), draws.randint(2, 30), draws.randint(2, 9)
         name, other = draws.sample(_NAMES, 2)
         question, right = [
             (f"What is {a} + {b}?", a + b),

@@ -38,7 +38,7 @@ class TensorMerge:
 
     Args:
         drafters, sources: the drafters and their names.
-        budget: maximum of the merged tree's nodes, root included; raised where randomly drawn nodes need more.
+        limit: maximum of the merged tree's nodes, root included; raised where randomly drawn nodes need more.
         max_depth: of any tree the engine verifies.
     """
 
@@ -47,11 +47,11 @@ class TensorMerge:
         drafters: Sequence[Drafter],
         sources: Sequence[str],
         target: Target,
-        budget: int,
+        limit: int,
         rows: int,
         max_depth: int,
     ) -> None:
-        self.drafters, self.sources, self.budget = drafters, sources, budget
+        self.drafters, self.sources, self.limit = drafters, sources, limit
         self.vocab_size, device = target.vocab_size, target.device
         self.max_depth = max(drafter.max_depth for drafter in drafters)
         self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in drafters if drafter.random)
@@ -105,7 +105,7 @@ class TensorMerge:
             c.acceptance = joint
             c.acceptance[:, 0].fill_(1.0)
             order = c.acceptance.argsort(dim=-1, descending=True, stable=True)
-            limit = min(self.budget, total)
+            limit = min(self.limit, total)
             c.kept = c.kept & (order.argsort(-1) < limit)
             return limit
         # All randomly drawn nodes are kept; the others are chosen among themselves, whatever was drawn.
@@ -115,7 +115,7 @@ class TensorMerge:
         others[:, 0].fill_(False)
         first = (equal & others[:, None]).int().argmax(-1)
         order = _joint_acceptance(c, others, first).argsort(dim=-1, descending=True, stable=True)
-        room = min(max(self.budget - self.random_nodes, 0), total)
+        room = min(max(self.limit - self.random_nodes, 0), total)
         chosen = others & (order.argsort(-1) < room).gather(1, first)  # of every source
         c.acceptance = joint.gather(1, c.same)
         c.acceptance[:, 0].fill_(1.0)
@@ -125,7 +125,7 @@ class TensorMerge:
         equal = equal & c.kept[:, None]
         c.same = torch.where(equal.any(-1), equal.int().argmax(-1), total)
         c.kept = c.kept & (c.same == numbers)
-        return min(max(self.budget, self.random_nodes), total)
+        return min(max(self.limit, self.random_nodes), total)
 
     def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
         """The merged tree of the kept candidates, without draws; and each drafter's own node numbers."""

@@ -1,4 +1,4 @@
-"""Several drafters as one: their trees merged into one token tree within a node budget (SpecInfer, arXiv 2305.09781
+"""Several drafters as one: their trees merged into one token tree of at most so many nodes (SpecInfer, arXiv 2305.09781
 §4.1).
 
 The merged tree holds the union of their node sequences: equal paths become one node, which keeps the draws of each
@@ -36,9 +36,9 @@ ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if
 
 class MergedDrafter(Drafter):
     """A merge of drafters, by name; random draws are tested in this order, before all others. A drafter's tree must not
-    hold two valid nodes of one path, and must have ``acceptance``. ``budget``: as :class:`TensorMerge` takes it."""
+    hold two valid nodes of one path, and must have ``acceptance``. ``limit``: as :class:`TensorMerge` takes it."""
 
-    def __init__(self, drafters: Mapping[str, Drafter], target: Target, budget: int) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter], target: Target, limit: int) -> None:
         self.drafters, self.target = list(drafters.values()), target
         self.sources, self.source_learns = tuple(drafters), [drafter.learns for drafter in drafters.values()]
         self.static = all(drafter.static for drafter in self.drafters)
@@ -46,9 +46,9 @@ class MergedDrafter(Drafter):
         self.branching = sum(drafter.branching for drafter in self.drafters)
         self.all_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
         self.random_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters if drafter.random)
-        self.budget = min(budget, self.all_nodes)
+        self.limit = min(limit, self.all_nodes)
         # The bound, also of each drafter's own tree, for which its cache has to have slots.
-        self.num_nodes = max(self.budget, self.random_nodes, *(drafter.num_nodes for drafter in self.drafters))
+        self.num_nodes = max(self.limit, self.random_nodes, *(drafter.num_nodes for drafter in self.drafters))
         self.random = self.random_nodes > 1
         self.models = tuple(model for drafter in self.drafters for model in drafter.models)
         self.captures = tuple(sorted({layer for drafter in self.drafters for layer in drafter.captures}))
@@ -65,7 +65,7 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.allocate(cache, max_depth, static)
         device = self.target.device
-        self.tensor_merge = TensorMerge(self.drafters, self.sources, self.target, self.budget, cache.rows, max_depth)
+        self.tensor_merge = TensorMerge(self.drafters, self.sources, self.target, self.limit, cache.rows, max_depth)
         self.builder = HostTreeBuilder(device, cache.rows)
         self.single = -1  # the only drafter that proposed nodes in this step; −1 if there are several
         self.own_numbers: list[Tensor] = []  # [B, N] by drafter: each merged node's number in its tree, or −1
@@ -108,10 +108,10 @@ class MergedDrafter(Drafter):
         if not proposing:
             self.own_numbers = [self.zeros] * len(self.drafters)  # the root is node 0 of each tree
             return self.builder.root_alone(state.root)
-        if len(proposing) == 1 and trees[proposing[0]].tokens.shape[1] <= self.budget:
+        if len(proposing) == 1 and trees[proposing[0]].tokens.shape[1] <= self.limit:
             return self._unmerged(trees[proposing[0]], proposing[0])
         budget = None if state.merged else state.budget
-        merged, numbers = merge_on_host(trees, self.sources, state.root.tolist(), budget, self.budget)
+        merged, numbers = merge_on_host(trees, self.sources, state.root.tolist(), budget, self.limit)
         self.own_numbers = [torch.tensor(by_row, device=self.zeros.device) for by_row in numbers]
         return self.builder.build(merged, state.root)
 
