@@ -43,13 +43,7 @@ class TensorMerge:
     """
 
     def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        sources: Sequence[str],
-        target: Target,
-        limit: int,
-        rows: int,
-        max_depth: int,
+        self, drafters: Sequence[Drafter], sources: Sequence[str], target: Target, limit: int, rows: int, max_depth: int
     ) -> None:
         self.drafters, self.sources, self.limit = drafters, sources, limit
         self.vocab_size, device = target.vocab_size, target.device

@@ -95,11 +95,11 @@ def verify_typical(
         epsilon, delta: ``[B, 1]``, or one number for all rows.
     """
     choice = p.argmax(-1)
-    entropy = -torch.where(p > 0, p * p.clamp(min=1e-30).log(), 0.0).sum(-1)
-    bound = torch.minimum(delta * (-entropy).exp(), torch.as_tensor(epsilon, dtype=p.dtype, device=p.device))
+    bound = torch.minimum(
+        delta * (-torch.special.entr(p).sum(-1)).exp(), torch.as_tensor(epsilon, dtype=p.dtype, device=p.device)
+    )
     parent = tree.parent.clamp(min=0).long()
-    p_parent = p.gather(1, parent[..., None].expand(-1, -1, p.shape[-1]))
-    p_node = p_parent.gather(-1, tree.tokens[..., None])[..., 0]  # [B, N], p(x) of each node
+    p_node = p.flatten(1).gather(1, parent * p.shape[2] + tree.tokens)  # [B, N], p(x) of each node
     agrees = (p_node > bound.gather(1, parent)) & tree.valid
     agrees[:, 0].fill_(True)
     p_node = torch.where(torch.arange(p_node.shape[1], device=p_node.device) == 0, 1.0, p_node)
