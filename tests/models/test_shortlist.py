@@ -221,11 +221,8 @@ def expected_list(head: ShortlistHead, scores: list[float], depth: int, seen: se
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]
     taken: list[int] = []
     for cluster in sorted(range(len(scores)), key=lambda cluster: -scores[cluster])[:wanted]:
-        slab = rows[STARTS[cluster] : STARTS[cluster + 1]]
-        if len(taken) + len(slab) > capacity:
-            return set(taken or slab[:capacity])
-        taken += slab
-    return set(taken)
+        taken += rows[STARTS[cluster] : STARTS[cluster + 1]]
+    return set(taken[:capacity])
 
 
 @pytest.mark.parametrize("kind", KINDS)
