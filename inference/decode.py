@@ -304,10 +304,11 @@ def main() -> None:
         target.tokenizer, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources
     )
     reporting.print_table(reports, console)
-    if args.report:
+    if args.report:  # what was measured first: it must not be lost
+        reporting.write_reports(reports, args.report, console)
         decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
         pages = render_pages(reports, decoders, prompts, kinds, options_of)
-        reporting.write_reports(reports, pages, args.report, console)
+        reporting.write_pages(reports, pages, args.report, console)
     if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
         raise SystemExit(1)
 

@@ -306,19 +306,30 @@ def print_texts(
         end_text(texts[-1][0] if texts else "")
 
 
-def write_reports(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder: Path, console: Console) -> None:
-    """Write report.json, report.png and report.html, of which ``pages`` are the texts; of several drafters each
-    one's in a folder of its own, named by the drafter, and the first one's in ``folder``, too."""
-    for report, page in zip(reports, pages, strict=True):
-        folders = [folder / short_name(report["drafter"])] if len(reports) > 1 else []
-        for place in [*folders, folder] if report is reports[0] else folders:
+def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> list[Path]:
+    """Where a report is written: of several drafters in a folder of its own, named by the drafter, and the first one's
+    in ``folder``, too."""
+    own = [folder / short_name(reports[number]["drafter"])] if len(reports) > 1 else []
+    return [*own, folder] if number == 0 else own
+
+
+def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Write report.json and report.png of each drafter."""
+    for number, report in enumerate(reports):
+        for place in _folders(reports, number, folder):
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "report.json", report)
             plot(report, place / "report.png")
+            console.print(f"wrote {place / 'report.json'} and report.png", markup=False, soft_wrap=True)
+
+
+def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder: Path, console: Console) -> None:
+    """Write report.html of each drafter, beside its report."""
+    for number, page in enumerate(pages):
+        for place in _folders(reports, number, folder):
             with replacing(place / "report.html") as temporary:
                 temporary.write_text(page, encoding="utf-8")
-            written = f"wrote {place / 'report.json'}, report.png and report.html"
-            console.print(written, markup=False, soft_wrap=True)
+            console.print(f"wrote {place / 'report.html'}", markup=False, soft_wrap=True)
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

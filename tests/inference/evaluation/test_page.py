@@ -251,3 +251,18 @@ def test_pages_without_a_tokenizer_have_token_numbers(make_target):
     (page,) = render_pages([report], [decoder], [[1, 2, 3]], [None], lambda _: {"max_new_tokens": 4})
     (result,) = decoder.generate([[1, 2, 3]], 4)
     assert Spans(page).answers == ["".join(f"⟨{token}⟩" for token in result.tokens)]
+
+
+def test_what_was_measured_is_written_first(run_decode, tmp_path, monkeypatch):
+    """An error, or Ctrl-C, while the page's texts are decoded loses nothing."""
+
+    def fails(*_):
+        raise ValueError("no more")
+
+    monkeypatch.setattr("draftsmith.inference.evaluation.page.render_pages", fails)
+    code, _, err = run_decode(
+        f"ngram --target {TARGET} --prompt x --raw --max-new-tokens 4 --baseline none --report {tmp_path}"
+    )
+    assert code == 2 and err.endswith("error: no more\n")
+    assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
+    assert not (tmp_path / "report.html").exists()
