@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters.load import Calibration, Part, family_of
+from draftsmith.inference.drafters.ranks import MAX_RANK
 from draftsmith.inference.drafters.rollouts import BEST, Drafts, kept, record
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
@@ -64,6 +65,8 @@ def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]
             opened.append(family.open_drafts(*base, target))
         recorded = record(opened[0], tokens, supervised, BEST)
         found = kept(recorded, opened[0].embed, shortlist).ranks
+        # A tree may have no more children of a node than the shortest list has tokens.
+        found = found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
         return found.view(*found.shape[:2], *whole.shape[2:-1], -1)  # an ensemble's n, here 1
 
     return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks)

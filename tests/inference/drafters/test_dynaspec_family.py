@@ -107,6 +107,7 @@ def test_calibration_counts_ranks_within_the_lists(stored, target, kind):
     whole = family.calibration(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
     assert ranks.shape == whole.shape and torch.equal(ranks < 0, whole < 0)
     assert (ranks <= whole).logical_or(ranks == MAX_RANK).all() and (ranks < whole).any()
+    assert (ranks[ranks != MAX_RANK] < shortlist.config.fewest).all(), "no more children than the shortest list holds"
     if kind == "fr_spec":
         labels = draft_labels(tokens, supervised, made.max_depth)
         for depth in range(made.max_depth):

@@ -198,7 +198,7 @@ def check_drafts(target: Target, drafter: MedusaDrafter | DraftModelDrafter, row
     results = SpeculativeDecoder(target, drafter, static=static).generate(prompts, 20, stop_ids=NONE)
     plain = SpeculativeDecoder(target).generate(prompts, 20, stop_ids=NONE)
     assert [r.tokens for r in results] == [r.tokens for r in plain]
-    assert any(count > 1 for r in results for count in r.accepted), "hardly anything is accepted"
+    occurs(any(count > 1 for r in results for count in r.accepted), "hardly anything is accepted")
     assert drafter.shortlists is not None
     head = drafter.shortlists.shortlist
     for row, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
