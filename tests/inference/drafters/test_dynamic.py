@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from draws import occurs
 
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
@@ -287,7 +288,8 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
     assert drafter is not None
     assert drafter.num_nodes == (len(tree["paths"]) + 1 if shape is None else shape.nodes)
     code, out, err = run_main(calibrate.main, folder, *options, "--nodes", 4)
-    assert code == 0 and len(found) == 1 and len(json.loads((folder / "tree.json").read_text())["paths"]) == 3, err
+    assert code == 0 and len(found) == 1, err
+    occurs(len(json.loads((folder / "tree.json").read_text())["paths"]) == 3, "fewer ranks were right")
 
 
 def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
