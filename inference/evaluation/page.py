@@ -14,14 +14,13 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation.report import exactness
+from draftsmith.inference.evaluation.report import LABELS, exactness
 from draftsmith.inference.evaluation.trace import Ranks, Trace, acceptance_by_ranks, trace, traced
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_NODES = 40  # of the picture of the tree
 PROMPT = 240  # characters of a prompt that are shown, the last ones
 COLUMN, ROW, RADIUS = 104, 24, 10  # pixels of that picture, between nodes; of a node that every step accepts
-LABELS = {"engine": "plain, our engine", "transformers": "transformers.generate", "prompt_lookup": "its prompt lookup"}
 
 
 def tree_picture(held: dict[Ranks, tuple[int, int]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from draftsmith.inference.engine.text import TextStream, decode_text, visible
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
 SPEEDUPS = {"engine": "speedup", "transformers": "speedup_vs_transformers", "prompt_lookup": "speedup_vs_prompt_lookup"}
+LABELS = {"engine": "plain, our engine", "transformers": "transformers.generate", "prompt_lookup": "its prompt lookup"}
 TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
@@ -225,12 +226,7 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     for place in shown:
         table.add_column(columns[place], justify="right" if place else "left", no_wrap=True)
     baselines = first["baselines"]
-    labels = {
-        "engine": "plain, our engine",
-        "transformers": "transformers.generate",
-        "prompt_lookup": "its prompt lookup",
-    }
-    for key, label in labels.items():
+    for key, label in LABELS.items():
         if key in baselines:
             speed = baselines[key]["tokens_per_second"]
             ratios = [ratio_cell(baselines[key], name) for name in SPEEDUPS.values()]

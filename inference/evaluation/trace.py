@@ -29,12 +29,13 @@ class Trace:
 
 
 def traced(kinds: Sequence[str | None]) -> list[int]:
-    """The numbers of the prompts to trace: the first two of each kind of text, at most 8."""
-    seen = Counter[str | None]()
+    """The numbers of the prompts to trace: the first two of each kind of text, or the first ones if there is one kind;
+    at most 8."""
+    seen, each = Counter[str | None](), PER_KIND if len(set(kinds)) > 1 else TEXTS
     numbers = []
     for number, kind in enumerate(kinds):
         seen[kind] += 1
-        if seen[kind] <= PER_KIND or len(set(kinds)) == 1:
+        if seen[kind] <= each:
             numbers.append(number)
     return numbers[:TEXTS]
 
