@@ -42,6 +42,7 @@ from typing import Any
 from draftsmith.benchmarks.options import list_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 
+PEERS = ("flex_attention", "flashinfer")  # left out where they fail
 KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
 VOCABULARY, VOCABULARIES = 128256, (49152, 128256, 262144)  # the second of shortlists
 # Inputs and outputs over d: q, k and v; output; gate and up; down. The first four are Llama-3-8B's, the others
@@ -209,14 +210,20 @@ def _capture(calls: Calls, repeats: int, limit: float) -> tuple[Callable[[], flo
 
 
 def measure_device(dtype: torch.dtype, device: str = "cuda") -> Device:
-    """Copy bandwidth over 1 GiB and the rate of a product of 8192 × 8192 matrices (on a CPU far smaller ones), each in
-    about :data:`LIMIT` seconds at most."""
-    size, width = (1 << 30, 8192) if device == "cuda" else (1 << 24, 256)
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    """The bandwidth over 1 GiB and the rate of a product of 8192 × 8192 matrices (on a CPU far smaller ones), each way
+    in about :data:`LIMIT` seconds at most. The bandwidth is that of the fastest way: in a CUDA graph a plain copy moves
+    2.8 TB/s on an H200, where steps of decoding read 3.8 (2026-11-26)."""
+    numbers, width = (1 << 28, 8192) if device == "cuda" else (1 << 22, 256)
+    source = torch.randn(numbers, device=device)
     target = torch.empty_like(source)
-    copy = seconds([lambda: target.copy_(source)])[0]
+    ways: list[tuple[int, Callable[[], Tensor]]] = [  # bytes of a number
+        (8, lambda: target.copy_(source)),
+        (8, lambda: torch.neg(source, out=target)),
+        (4, lambda: source.sum()),
+    ]
+    bandwidth = max(moved * numbers / seconds([way])[0] for moved, way in ways)
     a, b = torch.randn(2, width, width, device=device, dtype=dtype)
-    return Device(2 * source.numel() / copy, 2 * width**3 / seconds([lambda: a @ b])[0])
+    return Device(bandwidth, 2 * width**3 / seconds([lambda: a @ b])[0])
 
 
 class Table:
@@ -322,7 +329,13 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
     keys = sum(cached) + batch * nodes
     moved = (2.0 * kv_heads * keys * width + 2 * q.numel()) * dtype.itemsize
     for name, way in ways.items():
-        difference = float((way(*caches[0]) - expected).abs().max())
+        try:
+            difference = float((way(*caches[0]) - expected).abs().max())
+        except RuntimeError as error:
+            if name not in PEERS:
+                raise
+            print(f"{name} {shape}: left out, {str(error).strip().splitlines()[-1]}", flush=True)
+            continue
         calls = [partial(way, *cache) for cache in caches]
         name = f"{name}, ragged" if ragged else name
         table.add("attention", name, shape, calls, Work(moved, 4.0 * heads * nodes * keys * width), difference)
@@ -373,7 +386,8 @@ def flex_attention_way(
         return (node < 0) | (mask[b, query, node.clamp(0, nodes - 1)] & (node < nodes))
 
     blocks = create_block_mask(seen, q.shape[0], None, nodes, slots, device=q.device)
-    compiled = torch.compile(flex_attention)
+    torch.compiler.reset()  # else a third shape is compiled for shapes of all kinds, which torch 2.11 fails to do
+    compiled = torch.compile(flex_attention, dynamic=False)
     return lambda k, v: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
 
 
@@ -747,7 +761,7 @@ def main() -> None:
             name = torch.cuda.get_device_name()
         table = Table(measure_device(DTYPES[args.dtype], args.device), name, args)
         print(
-            f"{name}: copies {table.device.copy_bandwidth / 1e12:.3g} TB/s (read and written), multiplies "
+            f"{name}: moves {table.device.bandwidth / 1e12:.3g} TB/s, multiplies "
             f"{args.dtype} at {table.device.matmul_rate / 1e12:.3g} TFLOP/s\n"
             f"{'kernel':10} {'way':16} {'shape':34} {'median µs':>10} {'20 %':>10} {'80 %':>10} {'of bound':>9} "
             f"{'difference':>11}"

@@ -375,7 +375,7 @@ def make_row(target: Target, case: Case, times: Sequence[float], best: Device) -
     median, low, high = quantiles(times)
     works = works_of_step(target, case.heads, case.topology, case.batch, case.context)
     moved_bytes, flops = totals(works)
-    by_bytes, by_flops = moved_bytes / best.copy_bandwidth, flops / best.matmul_rate
+    by_bytes, by_flops = moved_bytes / best.bandwidth, flops / best.matmul_rate
     bound, phases = max(by_bytes, by_flops), case.phases(len(times))
     moved, commit = case.moving_commit(len(times))
     # The phases of a GPU's eager steps are not those of a CUDA graph.
@@ -550,7 +550,7 @@ def main() -> None:
             measure_target(target, best, args, facts, tables)
         del target  # its memory is the next one's
         if rows := facts["rows"][before:]:
-            rates = f"copies {best.copy_bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
+            rates = f"moves {best.bandwidth / 1e9:,.1f} GB/s, multiplies {best.matmul_rate / 1e9:,.1f} GFLOP/s"
             executions = ", ".join(sorted({row["execution"] for row in rows}))
             console.print(f"{facts['device']}, {name}: {rates}; steps: {executions}", markup=False, soft_wrap=True)
             print_tables(rows)

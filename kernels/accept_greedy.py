@@ -17,7 +17,7 @@ Shape letters: B rows, N nodes, W 64-bit words, D depth of the deepest node, A =
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 
@@ -91,8 +91,8 @@ def _accept_greedy_kernel(
     ancestors_node,
     valid_row,
     committed_row,
-    BLOCK_N: constexpr,
-    BLOCK_A: constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_A: tl.constexpr,
 ):
     """One program per row of the batch, one lane per node."""
     choice, best, tokens, parent, depth, ancestors, valid, active = inputs
@@ -224,7 +224,7 @@ def advance_reference(
 
 @jit(do_not_specialize=["node", "bonus", "length"])
 def _advance_kernel(
-    state, features, node, bonus, length, active, width, feature_row, features_row, features_node, BLOCK: constexpr
+    state, features, node, bonus, length, active, width, feature_row, features_row, features_node, BLOCK: tl.constexpr
 ):
     """One program per row and block of the feature; the first of a row also writes its length and root."""
     lengths, root, feature = state

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 
 def add_norm_reference(
@@ -43,7 +43,7 @@ def add_norm_reference(
 
 @jit
 def _add_norm_kernel(
-    tensors, width, eps, after_eps, factor, x_row, y_part, y_row, out_row, PARTS: constexpr, BLOCK: constexpr
+    tensors, width, eps, after_eps, factor, x_row, y_part, y_row, out_row, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per row, which stays in registers."""
     x, y, weight, bias, after, out = tensors

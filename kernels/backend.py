@@ -9,21 +9,23 @@ callers enter ``torch.cuda.device_of(tensor)``.
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-try:  # Any: type checkers cannot check Triton's language
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-except ImportError:  # a CPU build of torch
-    triton = tl = None
+if TYPE_CHECKING:  # Any: type checkers cannot check Triton's language
+    triton: Any = None
 
-if TYPE_CHECKING:
-    constexpr = Any
-else:  # marks a kernel's compile-time constants
-    constexpr = int if triton is None else tl.constexpr
+    class tl(Any):
+        constexpr = Any  # marks a kernel's compile-time constants
+else:
+    try:
+        triton = import_module("triton")
+        tl = import_module("triton.language")
+    except ImportError:  # a CPU build of torch
+        triton, tl = None, SimpleNamespace(constexpr=int)
 
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 

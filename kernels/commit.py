@@ -13,7 +13,7 @@ length.
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 
 def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Tensor) -> None:
@@ -30,7 +30,7 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
 
 @jit(do_not_specialize=["slots", "path_stride"])
 def _commit_kernel(
-    storage, lengths, path, length, heads, slots, width, path_stride, BLOCK_H: constexpr, BLOCK_D: constexpr
+    storage, lengths, path, length, heads, slots, width, path_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """One program per (layer, key or value), row and block of heads. The same thread loads and
     stores an element at every depth, so the moves happen in the program's order without a barrier."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, packed, tokens_at, unpacked
 from draftsmith.kernels.sampling import distribution_reference, distribution_scalars, philox_words
 
@@ -85,8 +85,8 @@ def _coupled_kernel(
     logits_node,
     tokens_row,
     seed_row,
-    STREAM: constexpr,
-    BLOCK: constexpr,
+    STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     logits, scalars, best, seed, positions, tokens, values, ids = tensors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import INTERPRETING, constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import INTERPRETING, dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.gated import activated, gated_reference
 
 MAX_ROWS = 64
@@ -140,7 +140,7 @@ def part_length(inputs: int, form: FewRowsForm) -> int:
 
 
 @jit
-def _outputs(BLOCK_N: constexpr, outputs, ACT: constexpr):
+def _outputs(BLOCK_N: tl.constexpr, outputs, ACT: tl.constexpr):
     """The numbers of a program's outputs and of their rows of the matrix. With an activation, gate and up alternate."""
     lane = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * BLOCK_N + lane
@@ -152,13 +152,13 @@ def _outputs(BLOCK_N: constexpr, outputs, ACT: constexpr):
 
 
 @jit
-def _wait(matrix_place, inside, left, BLOCK_K: constexpr):
+def _wait(matrix_place, inside, left, BLOCK_K: tl.constexpr):
     """Programmatic dependent launch: let the next kernel start, fetch the first weights to the L2 cache, which no other
     kernel writes, and wait for the kernels before."""
     tl.extra.cuda.gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K // 32) * 32
     line, fetched = matrix_place + k[None, :], inside[:, None] & (k < left)[None, :]
-    asm: constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    asm: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
     tl.inline_asm_elementwise(asm, "=r,l,r", [line, fetched.to(tl.int32)], tl.int32, False, 1)
     tl.extra.cuda.gdc_wait()
 
@@ -177,13 +177,13 @@ def _vector_kernel(
     factor,
     matrix_row,
     out_part,
-    ADD: constexpr,
-    ACT: constexpr,
-    GELU: constexpr,
-    PDL: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
-    STAGES: constexpr,
+    ADD: tl.constexpr,
+    ACT: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program per block of outputs and part, for one row. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
@@ -235,12 +235,12 @@ def _few_rows_kernel(
     matrix_row,
     out_part,
     out_row,
-    ACT: constexpr,
-    GELU: constexpr,
-    PDL: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_K: constexpr,
+    ACT: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One program per block of outputs and part, for all rows. ``matrix``: row n has the weights of output n."""
     part = tl.program_id(1)
@@ -253,7 +253,9 @@ def _few_rows_kernel(
         _wait(matrix_place + begin, n < outputs, inputs - begin, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    SHIFT: constexpr = 0.0625 if x.dtype.element_ty == tl.float16 else 1.0  # x · norm may pass float16's largest number
+    SHIFT: tl.constexpr = (
+        0.0625 if x.dtype.element_ty == tl.float16 else 1.0
+    )  # x · norm may pass float16's largest number
     for start in range(begin, tl.minimum(begin + per_part, inputs), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         weight = tl.load(matrix_place + k[None, :], mask=(n < outputs)[:, None] & (k < inputs)[None, :], other=0.0)
@@ -348,7 +350,9 @@ def sum_parts_reference(parts: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _sum_parts_kernel(parts, bias, out, outputs, part_stride, row_stride, out_row, PARTS: constexpr, BLOCK: constexpr):
+def _sum_parts_kernel(
+    parts, bias, out, outputs, part_stride, row_stride, out_row, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program per row and block of outputs."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 ACTS = ("silu", "gelu_tanh")
 CPU_ACTS = (*ACTS, "gelu")  # in the order of kernels/cpu.cpp; the last is the exact GELU, g/2 · (1 + erf(g / √2))
@@ -57,7 +57,7 @@ def gated_reference(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | No
 
 
 @jit
-def activated(gate, GELU: constexpr):
+def activated(gate, GELU: tl.constexpr):
     """The activation of float32 values, by σ without tanh: nothing cancels, and where e^−a is infinite it is 0."""
     argument = gate
     if GELU:
@@ -67,7 +67,16 @@ def activated(gate, GELU: constexpr):
 
 @jit
 def _gated_kernel(
-    gate_up, out, bias, width, part_stride, row_stride, out_row, PARTS: constexpr, GELU: constexpr, BLOCK: constexpr
+    gate_up,
+    out,
+    bias,
+    width,
+    part_stride,
+    row_stride,
+    out_row,
+    PARTS: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per row and block of the intermediate width."""
     row = tl.program_id(0).to(tl.int64)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
@@ -74,10 +74,10 @@ def _block_topk_kernel(
     features_row,
     weight_row,
     count,
-    ARGMAX: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_K: constexpr,
+    ARGMAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """One program per block of rows and of the vocabulary: logits by tl.dot, then ``count`` times the best remaining.
     ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
@@ -128,8 +128,8 @@ def _merge_topk_kernel(
     sums,
     blocks,
     tokens,
-    BLOCK: constexpr,
-    BLOCK_P: constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
     once, and its best are merged with those of the program's earlier blocks, if any.

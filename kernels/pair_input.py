@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 Norms = tuple[Tensor, Tensor, float]  # weights [d] of the embeddings' and the hidden states' norm, eps
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -55,7 +55,18 @@ def _normed(values, weight, place, inside, width, eps):
 
 @jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
 def _pair_input_kernel(
-    tensors, nodes, first, last, width, eps, tokens_row, table_row, hidden_row, hidden_node, depth_row, BLOCK: constexpr
+    tensors,
+    nodes,
+    first,
+    last,
+    width,
+    eps,
+    tokens_row,
+    table_row,
+    hidden_row,
+    hidden_node,
+    depth_row,
+    BLOCK: tl.constexpr,
 ):
     """One program per node, whose vectors stay in registers."""
     tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, outputs = tensors

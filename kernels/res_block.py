@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import constexpr, dense, jit, multiprocessors, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, multiprocessors, next_power, tl, why_not_triton
 
 MAX_ROWS = 64  # largest P of the kernel; with more, cuBLAS reuses W better
 
@@ -26,7 +26,7 @@ def res_block_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @jit(do_not_specialize=["rows"])
 def _res_block_kernel(
-    x, weight, bias, out, rows, width, strides, BLOCK_M: constexpr, BLOCK_N: constexpr, BLOCK_K: constexpr
+    x, weight, bias, out, rows, width, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """One program per block of outputs and head; all rows in one tile."""
     x_head, x_row, weight_head, weight_row, bias_head = strides

@@ -33,12 +33,12 @@ class Work:
 class Device:
     """Measured limits of a device: bytes/s (read and written) and multiply-adds/s · 2."""
 
-    copy_bandwidth: float
+    bandwidth: float
     matmul_rate: float
 
     def bound(self, work: Work) -> tuple[str, float]:
         """What limits a piece, "bytes" or "operations", and the seconds that it takes there, without launches."""
-        by_bytes, by_operations = work.moved / self.copy_bandwidth, work.operations / self.matmul_rate
+        by_bytes, by_operations = work.moved / self.bandwidth, work.operations / self.matmul_rate
         return ("bytes", by_bytes) if by_bytes >= by_operations else ("operations", by_operations)
 
     def floor(self, works: Iterable[Work]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 
 def rotate_write_reference(
@@ -58,12 +58,12 @@ def _rotate_write_kernel(
     positions_node,
     slots_batch,
     slots_node,
-    PARTS: constexpr,
-    HEADS: constexpr,
-    KV_HEADS: constexpr,
-    HALF: constexpr,
-    BLOCK_H: constexpr,
-    BLOCK_D: constexpr,
+    PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """One program per node and block of heads, of queries, keys and values alike. A head's two halves are two tiles
     [BLOCK_H, BLOCK_D], so that an element and its partner are in the same thread."""

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 
 _LOW = 0xFFFFFFFF
 # The lowest bits of a float32 number that are 0 if it was one of these.
@@ -61,7 +61,7 @@ def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: in
 
 
 @jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])
-def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: constexpr):
+def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: tl.constexpr):
     """One program per row and block of counters, each of which gives four uniforms."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -149,7 +149,7 @@ def distribution_reference(
 
 
 @jit
-def weights_at(logits, x, inside, maximum, temperature, floor, best, GREEDY: constexpr):
+def weights_at(logits, x, inside, maximum, temperature, floor, best, GREEDY: tl.constexpr):
     """exp(s) of the tokens x that are kept, 0 of others and outside the mask. ``best``: −1 if the row samples."""
     scaled = tl.load(logits + x, mask=inside, other=float("-inf")).to(tl.float32) - maximum
     scaled = tl.div_rn(scaled, temperature)  # rounded as PyTorch does: a token ties in both or in neither
@@ -208,7 +208,7 @@ def draws_at(tokens, child, turns, K):
 
 
 @jit
-def without_drawn(weights, x, start, token, turns, draws, BLOCK_V: constexpr):
+def without_drawn(weights, x, start, token, turns, draws, BLOCK_V: tl.constexpr):
     """The weights of tokens x = start, start + 1, …, with 0 at drawn ones; few tiles hold one."""
     held = (token >= start) & (token < start + BLOCK_V)
     if tl.max(held.to(tl.int32), 0) > 0:
@@ -218,14 +218,14 @@ def without_drawn(weights, x, start, token, turns, draws, BLOCK_V: constexpr):
 
 
 @jit
-def _key(value, LOW: constexpr):
+def _key(value, LOW: tl.constexpr):
     """Integers in the order of float32 numbers whose LOW lowest bits are 0, without these bits."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> LOW
 
 
 @jit
-def _number(key, LOW: constexpr):
+def _number(key, LOW: tl.constexpr):
     """The float32 number of a key."""
     bits = key << LOW
     bits = tl.where(key < 0, (bits | ((1 << LOW) - 1)) ^ 0x7FFFFFFF, bits)
@@ -234,7 +234,16 @@ def _number(key, LOW: constexpr):
 
 @jit
 def _search(
-    logits, lowest, highest, bound, maximum, temperature, V, MASS: constexpr, LOW: constexpr, BLOCK_V: constexpr
+    logits,
+    lowest,
+    highest,
+    bound,
+    maximum,
+    temperature,
+    V,
+    MASS: tl.constexpr,
+    LOW: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """The lowest key of lowest … highest above which there are fewer than ``bound`` tokens; with MASS, tokens whose
     exp(s) sum to less. True of ``highest``, which is the maximum's key, and not tested there."""
@@ -258,7 +267,7 @@ def _search(
 
 
 @jit
-def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: constexpr, BLOCK_V: constexpr):
+def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: tl.constexpr, BLOCK_V: tl.constexpr):
     """The floor of top-k and top-p. ``maxima``: the maximum of every BLOCK_V-th token, from each of the first."""
     highest = _key(maximum, LOW).to(tl.int64)
     lanes = tl.arange(0, BLOCK_V)
@@ -298,9 +307,9 @@ def _distribution_kernel(
     K,
     child_row,
     child_node,
-    LOW: constexpr,
-    BLOCK_K: constexpr,
-    BLOCK_V: constexpr,
+    LOW: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """One node per program: the maximum, the floor, then Z and the acceptance probabilities.
 
@@ -358,7 +367,7 @@ def _distribution_kernel(
             same = (token[:, None] == token[None, :]) & exists[:, None]
             repeated = tl.sum((same & (turns[None, :] < turns[:, None])).to(tl.int32), 1) > 0  # a token tested before
             tested = exists & (repeated == 0)
-            greedy: constexpr = target.best is not None
+            greedy: tl.constexpr = target.best is not None
             of_token = weights_at(logits, token, tested, maximum, row_temperature, floor, node_best, greedy)
             later = tl.sum(tl.where(turns[None, :] > turns[:, None], of_token[None, :], 0.0), 1)
             mass_after = normaliser + later

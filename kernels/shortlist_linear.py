@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, topk_tile
 from draftsmith.kernels.linear import linear
 
@@ -103,7 +103,14 @@ def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor
 
 @jit
 def _shortlist_product(
-    head, rows, capacity, features_text, head_rows_text, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr
+    head,
+    rows,
+    capacity,
+    features_text,
+    head_rows_text,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """The logits ``[BLOCK_M, BLOCK_V]`` of one program per block of nodes, block of the shortlist and text, −inf where
     there is no row of the head; the nodes' numbers among those of all texts, and the places in the shortlist.
@@ -129,7 +136,15 @@ def _shortlist_product(
 
 @jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
 def _shortlist_logits_kernel(
-    head, out, rows, capacity, features_text, head_rows_text, BLOCK_M: constexpr, BLOCK_V: constexpr, BLOCK_K: constexpr
+    head,
+    out,
+    rows,
+    capacity,
+    features_text,
+    head_rows_text,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """All logits of the shortlists."""
     logits, node, exists, place = _shortlist_product(
@@ -147,10 +162,10 @@ def _shortlist_topk_kernel(
     capacity,
     features_text,
     head_rows_text,
-    COUNT: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_V: constexpr,
-    BLOCK_K: constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """COUNT times the best remaining place of the block; value −inf and any place where there is none."""
     values, places = outputs
@@ -167,7 +182,7 @@ def _shortlist_topk_kernel(
 
 
 @jit(do_not_specialize=["rows", "head_rows_text"])
-def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: constexpr, BLOCK: constexpr):
+def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """:func:`_tokens`, one program per node."""
     rank = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * COUNT + rank

@@ -34,7 +34,6 @@ from draftsmith.common.command import first_line
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import (
     INTERPRETING,
-    constexpr,
     dense,
     jit,
     multiprocessors,
@@ -262,10 +261,10 @@ def _work_kernel(
     rows,
     num_tree_keys,
     num_items,
-    WINDOW: constexpr,
-    TILE: constexpr,
-    MIN_SHARE: constexpr,
-    BLOCK_B: constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):
     """One program per item; each looks at all rows, and the first one writes what is known of them."""
     item = tl.program_id(0)
@@ -361,7 +360,7 @@ class Plans:
 
 
 @jit
-def _add_tile(q, cache, slot, stored, seen, sums, log2_scale, softcap, SOFTCAP: constexpr, BLOCK_D: constexpr):
+def _add_tile(q, cache, slot, stored, seen, sums, log2_scale, softcap, SOFTCAP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add a tile of keys to the running softmax (base 2): its maximum, its sum, and the weighted values.
 
     cache: pointers to keys and values, strides of their slots, the head width. stored ``[BLOCK_N]``: slots that hold
@@ -445,15 +444,15 @@ def _tree_attention_kernel(
     ancestors_query,
     depth_batch,
     key_depth_batch,
-    KV_HEADS: constexpr,
-    GROUP: constexpr,
-    PLANNED: constexpr,
-    WINDOW: constexpr,
-    SOFTCAP: constexpr,
-    TILE: constexpr,
-    BLOCK_M: constexpr,
-    BLOCK_N: constexpr,
-    BLOCK_D: constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANNED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """One program per block of (query, head of the group) rows, key/value head and item; without a plan, an item is all
     of a row of the batch.
@@ -579,10 +578,10 @@ def _merge_items_kernel(
     out,
     num_queries,
     width,
-    HEADS: constexpr,
-    BLOCK_I: constexpr,
-    BLOCK_H: constexpr,
-    BLOCK_D: constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Combine a row's items, weighted by their softmax sums: one query and block of heads per program."""
     batch = tl.program_id(2).to(tl.int64)

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constexpr, dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
 from draftsmith.kernels.sampling import (
     TargetNodes,
     at_node,
@@ -220,7 +220,7 @@ def _residual(target, node, drafts, first, x, draws, scale, mass, last):
 
 @jit(do_not_specialize=_SIZES)
 def _acceptances_kernel(
-    target, drafts, N, K, R, child_row, child_node, entry_batch, BLOCK_K: constexpr, BLOCK_V: constexpr
+    target, drafts, N, K, R, child_row, child_node, entry_batch, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """Phase A, any draws: one node per program, a pass over V for every draw (and one before it for the remaining
     mass of q of a draw without replacement)."""
@@ -285,7 +285,7 @@ def _rejected(target, drafts, batch, node, N, K, R, child_row, child_node, entry
 
 
 @jit
-def _weights(target, drafts, rejected, start, BLOCK_V: constexpr):
+def _weights(target, drafts, rejected, start, BLOCK_V: tl.constexpr):
     """The residual at tokens start, start + 1, … after all draws of a node were rejected."""
     node, first, draws, scale, mass, count = rejected
     x = start + tl.arange(0, BLOCK_V)
@@ -312,9 +312,9 @@ def _walk_kernel(
     uniforms_row,
     uniforms_node,
     max_depth,
-    BLOCK_K: constexpr,
-    BLOCK_V: constexpr,
-    PART: constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """Phase B, and phase C's sums: one program per row and part of the vocabulary, the first of which stores the walk.
 
@@ -367,10 +367,10 @@ def _draw_kernel(
     child_node,
     entry_batch,
     bonus_row,
-    BLOCK_K: constexpr,
-    BLOCK_V: constexpr,
-    PART: constexpr,
-    BLOCK_P: constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
     the total lies in the first part of which this is true."""

@@ -82,7 +82,7 @@ def judge_profile(out: Path, rehearsal: bool) -> Finding:
 
 
 def device_of(limits: Mapping[str, Any]) -> roofline.Device:
-    return roofline.Device(limits["copy_bandwidth"], limits["matmul_rate"])
+    return roofline.Device(limits["bandwidth"], limits["matmul_rate"])
 
 
 def judge_step(out: Path, rehearsal: bool) -> Finding:
@@ -425,7 +425,7 @@ def judge_products(out: Path, rehearsal: bool) -> Finding:
         shares, gains = [], []
         for ways in by_shape(row for row in report["rows"] if row["shape"]["M"] == count).values():
             best = min(row["median_us"] for row in ways.values())
-            shares.append(ways["torch.mm"]["moved"] / report["copy_bandwidth"] / best * 1e6)
+            shares.append(ways["torch.mm"]["moved"] / report["bandwidth"] / best * 1e6)
             gains.append(ways["torch.mm"]["median_us"] / best)
         shown.append(
             f"{count} rows: {min(shares):.0%}–{max(shares):.0%} of the bandwidth, {min(gains):.2f}–{max(gains):.2f} × "

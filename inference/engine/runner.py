@@ -4,6 +4,7 @@ Shape letters: B rows, b rows that begin, T prompt tokens or tree keys, N nodes,
 width, F features per token.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -312,7 +313,9 @@ def why_no_graph(error: RuntimeError) -> str | None:
 @contextmanager
 def refuse_synchronisation() -> Iterator[None]:
     """Context in which an operation on a GPU that waits for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that PyTorch does not find all of them
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -2,9 +2,10 @@
 distribution by multi-step sampling.
 
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
-differs from plain decoding is therefore run through the target token by token, by ``transformers``: the logit of each
-of its tokens must be within a tolerance of the maximum. Where the bits of a row do not depend on the other rows (on a
-CPU with a compiler), there are no near-ties: any difference is a mismatch.
+differs from plain decoding is therefore run through the target by ``transformers``: the logit of each of its tokens
+must be within a tolerance of the maximum, in one pass over the text or, if it is not there, token by token, which takes
+a hundred times as long on a GPU. Where the bits of a row do not depend on the other rows (on a CPU with a compiler),
+there are no near-ties: any difference is a mismatch.
 
     tolerance = min(max(e, t), 4t) + u
 
@@ -153,6 +154,12 @@ def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) 
     return torch.stack(rows)
 
 
+def _text_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+    """Logits ``[len(tokens), V]`` along ``tokens``, of the whole text in one forward pass of ``transformers``."""
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
+    return target.logits(target.hidden(ids)[0, len(prompt) - 1 :])
+
+
 def _engine_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int], nodes: int) -> Tensor:
     """Logits ``[len(tokens), V]`` of the engine forced along ``tokens``, ``nodes`` of them in each forward pass."""
     texts = [prompt[-1], *tokens[:-1]]
@@ -186,8 +193,7 @@ def _last_place(logits: Tensor) -> float:
 def tolerance(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> float:
     """How far from the maximum the logit of a correct token may be, measured along a text; in logits."""
     one_by_one = _plain_logits(target, prompt, tokens)
-    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
-    theirs = _difference(one_by_one, target.logits(target.hidden(ids)[0, len(prompt) - 1 :]))
+    theirs = _difference(one_by_one, _text_logits(target, prompt, tokens))
     engine = _engine_logits(target, prompt, tokens, 1)
     own = max(_difference(engine, one_by_one), _difference(engine, _engine_logits(target, prompt, tokens, WIDE)))
     return min(max(own, theirs), 4 * theirs) + _last_place(one_by_one)
@@ -271,23 +277,27 @@ def _judge(
     sampling: Sampling,
 ) -> tuple[int, int]:
     """The numbers of near-ties and of mismatches of an output."""
-    logits = _plain_logits(target, prompt, output)
-    chosen = torch.tensor(output, device=logits.device)[:, None]
-    differs = _scores(logits, prompt, output, sampling, 0.0).argmax(-1, keepdim=True) != chosen
-    for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
-        if token != plain_token:  # counts even if the reference took the token of lower logit
-            differs[place] = True
-            break
 
     def beyond(logits: Tensor, tolerance: float) -> Tensor:
         highest = _scores(logits, prompt, output, sampling, -tolerance).amax(-1, keepdim=True)
         return highest - _scores(logits, prompt, output, sampling, tolerance).gather(1, chosen) > tolerance
 
-    wrong = beyond(logits.float(), tolerance)
-    if logits.dtype.itemsize == 2 and wrong.any():
-        exact = _float32_logits(target, prompt, output)
-        if exact is not None:
-            wrong &= beyond(exact, 2 * _difference(logits, exact) + _last_place(logits))
+    chosen = torch.tensor(output, device=target.device)[:, None]
+    differs = wrong = torch.zeros(0)
+    for way in (_text_logits, _plain_logits):
+        logits = way(target, prompt, output)
+        differs = _scores(logits, prompt, output, sampling, 0.0).argmax(-1, keepdim=True) != chosen
+        for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
+            if token != plain_token:  # counts even if the reference took the token of lower logit
+                differs[place] = True
+                break
+        wrong = beyond(logits.float(), tolerance)
+        if logits.dtype.itemsize == 2 and wrong.any():
+            exact = _float32_logits(target, prompt, output)
+            if exact is not None:
+                wrong &= beyond(exact, 2 * _difference(logits, exact) + _last_place(logits))
+        if not wrong.any():
+            break
     return int((differs & ~wrong).sum()), int(wrong.sum())
 
 

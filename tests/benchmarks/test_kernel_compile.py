@@ -2,6 +2,7 @@
 its shared memory. No GPU is needed: a launch compiles for sm_90 in place of running. What `make kernel-report`
 compiles, which CI runs too, is not repeated here."""
 
+import importlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -188,3 +189,18 @@ def test_programmatic_dependent_launch(monkeypatch):
         before = order[: order.index("ld.global")] if "ld.global" in order else order
         wanted = ["griddepcontrol.launch_dependents", "prefetch", "griddepcontrol.wait"] if switched else []
         assert sorted({*before}) == sorted(wanted) and before[-1:] == wanted[-1:]
+
+
+@pytest.mark.parametrize("name", ["_work_kernel", "_tree_attention_kernel", "_merge_items_kernel"])
+def test_what_torch_compile_writes_of_a_kernel_runs(name, tmp_path, monkeypatch):
+    """It copies a kernel's source, annotations too, into a module that knows Triton's two names alone."""
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as source_of
+
+    from draftsmith.kernels import tree_attention
+
+    header = "import triton\nimport triton.language as tl\n\n@triton.jit\n"
+    (tmp_path / f"written{name}.py").write_text(header + source_of(getattr(tree_attention, name)))
+    monkeypatch.syspath_prepend(tmp_path)
+    written = getattr(importlib.import_module(f"written{name}"), name)
+    constants = [each.name for each in written.params if each.is_constexpr]
+    assert constants and constants == [e.name for e in getattr(tree_attention, name).params if e.is_constexpr]

@@ -325,8 +325,9 @@ def test_each_drafter_reads_its_own_captured_layers(target):
     merged = MergedDrafter(drafters, target, 4)
     assert merged.captures == (0, 1)
     width = target.hidden_size
-    hidden, first, second = (torch.full((1, 2, width), value) for value in (7.0, 8.0, 9.0))
-    merged.prefill(torch.cat((hidden, first, second), -1), torch.zeros(1, 2, dtype=torch.int64), 0, slice(0, 1))
+    hidden, first, second = (torch.full((1, 2, width), value, device=target.device) for value in (7.0, 8.0, 9.0))
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    merged.prefill(torch.cat((hidden, first, second), -1), tokens, 0, slice(0, 1))
     for drafter, wanted in zip(drafters.values(), ([7], [7, 9, 8], [7, 9], [7, 8, 9]), strict=True):
         assert drafter.seen[0][0, 0, ::width].tolist() == wanted
 

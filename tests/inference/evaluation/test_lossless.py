@@ -155,6 +155,15 @@ def test_float32_decides_beyond_the_tolerance(make_target, monkeypatch, gap, nea
     assert check_texts(target, PROMPTS, output, reference).mismatches == 1
 
 
+def test_token_by_token_only_where_one_pass_is_not_enough(target, monkeypatch):
+    (text, *_), slow, greedy = plain(target), lossless._plain_logits, Sampling(0.0)
+    monkeypatch.setattr(lossless, "_plain_logits", None)
+    assert lossless._judge(target, PROMPTS[0], text, text, 1e-4, greedy) == (0, 0)
+    monkeypatch.setattr(lossless, "_plain_logits", slow)
+    monkeypatch.setattr(lossless, "_text_logits", lambda *given: slow(*given).flip(-1))
+    assert lossless._judge(target, PROMPTS[0], text, text, 1e-4, greedy) == (0, 0)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "granite"])
 @torch.no_grad()
 def test_the_same_weights_in_float32(make_target, family):

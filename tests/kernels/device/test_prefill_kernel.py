@@ -69,6 +69,8 @@ def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean,
 class Largest(TorchDispatchMode):
     """Records the largest storage that an operation returns, in elements, of those not known before."""
 
+    supports_higher_order_operators = True  # such as the launch of a kernel
+
     def __init__(self, known):
         super().__init__()
         self.known, self.elements = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
