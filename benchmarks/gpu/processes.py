@@ -20,6 +20,7 @@ LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each folder
 MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part starts: folder of the results, part
 MODELS = ("target", "drafter", "ssms", "eagle", "dynaspec")
 PROCESSES = 12  # of parallel tests, at most
+GRACE = 8  # seconds between a part's interrupt and its end
 # Hidden from a part's rehearsal unless it needs them; the others are needed by torch, transformers or accelerate.
 HIDDEN = {"pydantic", "scipy", "sklearn", "matplotlib", "peft", "triton", *UNUSED} - {"huggingface_hub"}
 # sitecustomize.py of a rehearsal's processes. The second half: in numpy from 2.4 on, int() refuses an array of one
@@ -117,7 +118,7 @@ def run_part(part: Part, work: Path, rehearsal: bool, limit: float) -> tuple[str
     log.parent.mkdir(parents=True, exist_ok=True)
     for old in log.parent.rglob("*.json"):  # nothing of an earlier attempt is judged
         old.unlink()
-    process, problem, ended = None, "", False
+    process, problem, said_last, ended = None, "", "", False
     with log.open("wb") as output:
         try:
             for command in commands_of(part, work, rehearsal):
@@ -138,7 +139,11 @@ def run_part(part: Part, work: Path, rehearsal: bool, limit: float) -> tuple[str
                     problem = f"exit code {code}: {last_line(log)}"
                     break
         except subprocess.TimeoutExpired:
-            ended, problem = True, f"killed after {limit:.0f} s"
+            ended, problem, said_last = True, f"killed after {limit:.0f} s", last_line(log)
+            if process is not None:  # pytest then still says what failed and why
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGINT)
+                    process.wait(GRACE)
         finally:
             kill(process, mark)
     seconds = time.monotonic() - began
@@ -151,7 +156,7 @@ def run_part(part: Part, work: Path, rehearsal: bool, limit: float) -> tuple[str
     value = "; ".join(filter(None, [finding.value, finding.missing]))
     if ended:  # what was measured until then; a file that is missing by then is no failure of its own
         known = not wrong or bool(re.match(r"\d+ passed, [1-9]\d* failed", wrong))
-        value = f"{problem}; {value}" if known else f"{problem}: {last_line(log)}"
+        value = f"{problem}; {value}" if known else f"{problem}: {said_last}"
         return "fail" if wrong and known else "cut short", Finding(value, finding.met, finding.facts), seconds
     if problem:  # pytest's counts say more than its exit code
         said = finding.value if re.match(r"\d+ passed", finding.value) and wrong else problem

@@ -38,7 +38,7 @@ from types import FrameType
 if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".types"))
 
-from draftsmith.benchmarks.gpu.closure import fingerprint, installed_in, needs_of, say_packages
+from draftsmith.benchmarks.gpu.closure import ROOT, fingerprint, installed_in, needs_of, say_packages
 from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.parts import BUNDLE_SECONDS, BUNDLES, PACKAGES, PARTS, Part, with_needed
 from draftsmith.benchmarks.gpu.processes import REHEARSED, commands_of, gone, kill, mark_of, run_part
@@ -168,6 +168,8 @@ def run_all(
         """Why a part cannot run now."""
         if missing := [name for name in needs_of(part) if name not in installed]:
             return f"not installed: {', '.join(missing)}"
+        if lost := [name for name in part.files if not rehearsal and not (ROOT / name).exists()]:
+            return f"missing here: {', '.join(lost)} (make models, benchmarks/AWAITING.md)"
         for needed in (other for other in PARTS + tuple(parts) if other.name in part.after):
             if (stored(work, needed.name) or {}).get("result") != "pass":
                 return f"needs {needed.name}, which has not passed"

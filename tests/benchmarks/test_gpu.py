@@ -242,7 +242,7 @@ WITHOUT_PYDANTIC = set(
     "products profile step lean kernels kernel-bench around shortlist eagle-unroll compile switches".split()
 )
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
-CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\n"
+CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\ngguf 0.19.0\n"
 
 
 def test_packages_of_each_part():
@@ -289,7 +289,7 @@ def test_what_an_import_is(tmp_path, monkeypatch):
 
 
 def test_which_parts_can_run(run_main, tmp_path):
-    """All on the image, with five wheels that it lacks."""
+    """All on the image, with six wheels that it lacks."""
     code, said, _ = run_main(gpu.main, "--packages", IMAGE)
     assert code == 1 and "serving: cannot run, missing: pydantic\n" in said
     assert said.endswith(f"\n{len(WITHOUT_PYDANTIC)} of {len(PARTS)} parts can run\n")
@@ -320,7 +320,7 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     assert changed() == set() and changed(device="another") == everything
     assert changed_by("kernels/backend.py") == everything, "every command loads the kernels"
     assert changed_by("train/ssm.py") == {"ssm"} and changed_by("recipes/tiny-medusa.yaml") == {"medusa"}
-    assert changed_by("benchmarks/kernel_times.py") & WITHOUT_PYDANTIC == WITHOUT_PYDANTIC
+    assert changed_by("benchmarks/kernel_times.py") & WITHOUT_PYDANTIC == WITHOUT_PYDANTIC - {"kernels"}
     assert changed_by("benchmarks/serving.py") == {"serving"}
     assert changed_by("tests/inference/drafters/test_ngram.py") == {"drafters"}
     assert changed_by("README.md") == set() == changed_by("benchmarks/gpu/run.py")
@@ -362,6 +362,24 @@ def test_a_bundle_by_number_or_name(run_main, tmp_path):
     code, said, _ = run_main(gpu.main, "--list", "--bundle", "6", "--work", tmp_path)
     assert code == 0 and "bundle 6, serving: target, eagle, serving (at most 540 s)" in said
     assert re.findall(r"(?m)^(\S+): .*\(at most", said) == ["target", "eagle", "serving"]
+
+
+def test_a_part_that_is_killed_says_what_failed(tmp_path):
+    test = "import time\ndef test_a(): assert 3 == 4, 'the reason'\ndef test_b(): time.sleep(60)\n"
+    (tmp_path / "test_x.py").write_text(test)
+    command = f"python -m pytest -v -p no:cacheprovider {tmp_path}/test_x.py"
+    killed = Part(
+        "x", "", 6, (command,), (command,), lambda out, rehearsal: gpu_judges.judge_tests(out / "x" / "log.txt")
+    )
+    (result,) = run(tmp_path, killed)
+    assert result.result == "fail" and result.value.startswith("killed after 6 s; 0 passed, 1 failed")
+    assert "AssertionError: the reason" in (tmp_path / "x" / "log.txt").read_text()
+
+
+def test_what_git_does_not_keep(tmp_path):
+    (result,) = run(tmp_path, part("real", "1", files=("models/no-such", "models")))
+    assert (result.result, result.value.split(" (")[0]) == ("not run", "missing here: models/no-such")
+    assert run(tmp_path, part("real", "1", files=("models",)))[0].result == "pass"
 
 
 def test_parts_whose_products_are_gone_run_again(tmp_path):
