@@ -7,7 +7,9 @@ model, and each lean layer must reproduce the output of the model's own layer fr
 layer, where kernels run.
 """
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any, cast
 
@@ -155,7 +157,10 @@ def _make(target: Target) -> LeanDecoder:
     place = torch.arange(1, device=target.device)[None]
     rotated = {kind: rotary(kind, place)[0].shape[-1] for kind in set(kinds)}
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
-    layers = [_layer(module, settings, rope, rotated[rope], shape, target) for module, settings, rope, shape in facts]
+    layers: list[Layer] = []
+    for module, settings, rope, shape in facts:
+        layers.append(_layer(module, settings, rope, rotated[rope], shape, target))
+        _return_freed_memory()
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
     lean = LeanDecoder(embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
     tokens = _trial_tokens(target)
@@ -410,6 +415,12 @@ def packed_linears(parent: Any, names: list[str], target: Target) -> tuple[Tenso
         raise NotLean(f"some of {', '.join(names)} have a bias")
     weights = [module.weight for module in linears]
     return _join(weights).t(), _join(biases) if biases else None
+
+
+def _return_freed_memory() -> None:
+    """Back to the system: the C library keeps what joined matrices were copied from, half of the weights (glibc)."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor:
