@@ -437,10 +437,10 @@ def main() -> None:
             limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
             decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
             compared = compare(target, decoding, prompts, time_is_up, lean)
-    positions = positions_of(ranks)
+    positions, text_of = positions_of(ranks), "answers to the prompts" if args.prompts else "held-out text"
     seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
     print(
-        f"calibrated on {positions:,} positions of the target's own held-out text ({seconds['ranking']:.0f} s) "
+        f"calibrated on {positions:,} positions of the target's own {text_of} ({seconds['ranking']:.0f} s) "
         f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
         + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
     )

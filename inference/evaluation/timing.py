@@ -413,7 +413,8 @@ def evaluate(
         # The phases of a step are timed in a separate run, since reading clocks between them costs time.
         execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, batch_size)]
         own = engine_options(mode, sampling, instrumented)
-        decoder.generate(instrumented, max_new_tokens, batch_size=batch_size, instrument=True, **own)
+        own |= {"max_draft_nodes": max_draft_nodes, "batch_size": batch_size}
+        decoder.generate(instrumented, max_new_tokens, instrument=True, **own)
         lossless = None
         if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
