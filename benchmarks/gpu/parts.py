@@ -32,6 +32,7 @@ class Part:
     makes: files that parts after this one need; without them its result does not count there.
     interpreted: the rehearsal runs under Triton's interpreter.
     files: of the checkout, that git does not keep.
+    timed: what it measures is seconds, so that nothing else may run beside it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Part:
     makes: tuple[str, ...] = ()
     interpreted: bool = False
     files: tuple[str, ...] = ()
+    timed: bool = True
 
 
 # Packages that parts may need, by import name, and what they are used for.
@@ -184,7 +186,7 @@ PARTS = (
         (tests("{parallel} tests/kernels/device"),),
         (tests("tests/kernels/device/test_commit_kernel.py tests/kernels/device/test_engine_on_kernels.py -k "
                "'every_layer or (greedy and llama)'"),),
-        judges.tests_of("kernels"), interpreted=True,
+        judges.tests_of("kernels"), interpreted=True, timed=False,
     ),
     Part(
         "engine", "χ², exact distributions, families and batching pass on the device", 200,
@@ -192,7 +194,7 @@ PARTS = (
                "tests/inference/engine/test_tree_logits.py tests/inference/engine/test_batching.py "
                "tests/inference/engine/test_engine_sampling.py tests/inference/verify/test_sampling.py"),),
         (tests("--device cpu tests/inference/engine/test_engine.py -k 'llama-1 or mates'"),),
-        judges.tests_of("engine"), ("triton",),
+        judges.tests_of("engine"), ("triton",), timed=False,
     ),
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 220,
@@ -200,7 +202,7 @@ PARTS = (
                "tests/inference/drafters/test_draft_model.py tests/inference/drafters/test_merged.py "
                "tests/inference/drafters/test_merged_lossless.py tests/inference/drafters/test_ngram.py"),),
         (tests("--device cpu tests/inference/drafters/test_ngram.py -k 'static and not reference'"),),
-        judges.tests_of("drafters"), ("triton",),
+        judges.tests_of("drafters"), ("triton",), timed=False,
     ),
     Part(
         "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 200,

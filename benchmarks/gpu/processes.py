@@ -19,7 +19,7 @@ from draftsmith.common.command import available_cores
 LINKS = ROOT / ".types"  # holds draftsmith/ with a link for each folder
 MARK = "DRAFTSMITH_GPU_RUN"  # environment variable of every process that a part starts: folder of the results, part
 MODELS = ("target", "drafter", "ssms", "eagle", "dynaspec")
-PROCESSES = 12  # of parallel tests, at most
+PROCESSES = 8  # of parallel tests, at most, of each of the parts that run at once
 GRACE = 8  # seconds between a part's interrupt and its end
 # Hidden from a part's rehearsal unless it needs them; the others are needed by torch, transformers or accelerate.
 HIDDEN = {"pydantic", "scipy", "sklearn", "matplotlib", "peft", "triton", *UNUSED} - {"huggingface_hub"}

@@ -47,6 +47,7 @@ from draftsmith.common.command import CommandLine, available_cores, run_command
 from draftsmith.common.files import check_folder, locked, read_text, write_json, write_text
 
 REHEARSAL = 600  # seconds after which a part's rehearsal is killed
+UNTIMED = 3  # parts without times that run at once
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,7 +120,7 @@ def run_all(
     Args:
         wanted: names of the parts that were asked for, all if empty; of others only what these need is run.
         out: folder of the table and of the archive ``name``.tar.gz.
-        workers: parts that run at the same time.
+        workers: parts that run at the same time, at most; but in a rehearsal only those that are not timed.
 
     Raises:
         KeyboardInterrupt: asked to stop; the part that was running has no result.
@@ -179,12 +180,15 @@ def run_all(
         short = left < part.limit / 2
         return f"left out: {max(left, 0):.0f} s of the budget are left, it may take {part.limit} s" if short else ""
 
-    cores = sorted(os.sched_getaffinity(0)) if workers > 1 and hasattr(os, "sched_setaffinity") else []
+    cores = sorted(os.sched_getaffinity(0)) if rehearsal and workers > 1 and hasattr(os, "sched_setaffinity") else []
     with ThreadPoolExecutor(workers, initializer=pin, initargs=(cores,)) as pool:
         try:
             while waiting or running:
                 busy = {part.name for part in [*waiting, *running.values()]}
                 for part in [part for part in waiting if not busy & set(part.after)][: workers - len(running)]:
+                    beside = [part, *running.values()]
+                    if len(beside) > 1 and not rehearsal and any(each.timed for each in beside):
+                        break
                     waiting.remove(part)
                     if why := reason(part):
                         end(part, "not run", Finding(why), 0.0)
@@ -269,7 +273,7 @@ def main() -> None:
             wanted=wanted,
             out=out,
             name=name,
-            workers=min(available_cores(), 2) if args.rehearsal else 1,
+            workers=min(available_cores(), 2) if args.rehearsal else UNTIMED,
         )
     print(f"\n{table_of(results)}\nwritten to {out / 'table.md'}")
     if not args.rehearsal:

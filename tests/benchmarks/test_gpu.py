@@ -376,6 +376,15 @@ def test_a_part_that_is_killed_says_what_failed(tmp_path):
     assert "AssertionError: the reason" in (tmp_path / "x" / "log.txt").read_text()
 
 
+def test_only_what_is_not_timed_runs_side_by_side(tmp_path):
+    note = "import time; f = open('OUT/order', 'a'); f.write('+NAME '); f.flush(); time.sleep(1); f.write('-NAME ')"
+    parts = [part(name, note.replace("NAME", name), timed=name in "CD") for name in "ABCDEF"]
+    assert [one.result for one in run(tmp_path, *parts, workers=3)] == ["pass"] * 6
+    order = (tmp_path / "order").read_text().split()
+    assert sorted(order[:2]) == ["+A", "+B"] and sorted(order[2:4]) == ["-A", "-B"]
+    assert order[4:8] == ["+C", "-C", "+D", "-D"] and sorted(order[8:10]) == ["+E", "+F"]
+
+
 def test_what_git_does_not_keep(tmp_path):
     (result,) = run(tmp_path, part("real", "1", files=("models/no-such", "models")))
     assert (result.result, result.value.split(" (")[0]) == ("not run", "missing here: models/no-such")
@@ -468,7 +477,7 @@ def test_parts_of_a_rehearsal_run_beside_each_other(tmp_path):
     )
     scripts = [wait.replace("ME", me).replace("IT", it) for me, it in (("a", "b"), ("b", "a"))]
     late = part("late", "import os; assert os.path.exists('OUT/first/result.json')", after=("first",))
-    found = run(tmp_path, part("first", scripts[0]), part("second", scripts[1]), late, workers=2)
+    found = run(tmp_path, part("first", scripts[0]), part("second", scripts[1]), late, workers=2, rehearsal=True)
     assert [(one.part, one.result) for one in found] == [("first", "pass"), ("second", "pass"), ("late", "pass")]
     assert max(one.seconds for one in found) < 15
 
