@@ -45,9 +45,9 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.verify.tree import Topology, chosen_at_load
+from draftsmith.inference.verify.tree import Topology, calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import read_drafter
+from draftsmith.models.artifact import device_name, read_drafter
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 
@@ -151,6 +151,8 @@ def load_drafter(
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
     parts: dict[str, Part] = {}
+    say: Callable[[str], None] | None = options.get("say")
+    trees: dict[str, Path] = {}  # of the drafters that have one of their own
     for each in given:
         if each not in stored:
             parts[each] = _untrained(each)
@@ -161,6 +163,8 @@ def load_drafter(
             path = folder / "tree.json" if tree == "auto" else Path(tree)
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
+            if tree == "auto":
+                trees[each] = path
         at_load = path is not None and chosen_at_load(path)
         parts[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
 
@@ -171,6 +175,11 @@ def load_drafter(
     loaded = target or load_target(str(target_name or known), **options)
     for folder, config, _ in stored.values():
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
+    for each, path in trees.items():
+        here, there = device_name(loaded.device), calibrated_on(path)
+        # Among CPUs steps choose their nodes; what pays on a CPU and on a GPU differs by levels, too.
+        if say and there and there != here and not (loaded.device.type == "cpu" and there.endswith("threads")):
+            say(f"{path}: a tree for {there}; python inference/calibrate.py {each} measures one for {here}")
     if not parts:
         return loaded, None
     drafters = _flat({each: part.build(loaded, options) for each, part in parts.items()})

@@ -277,6 +277,13 @@ def chosen_at_load(path: Path) -> bool:
     return isinstance(content, dict) and content.get("at_load") is True
 
 
+def calibrated_on(path: Path) -> str:
+    """The device whose steps a tree's size was chosen by; empty where the file does not say, or none were timed."""
+    content = read_content(path)
+    calibration = content.get("calibration") if isinstance(content, dict) and not content.get("at_load") else None
+    return str(calibration.get("device", "")) if isinstance(calibration, dict) else ""
+
+
 def read_candidates(path: Path) -> tuple[Topology, list[float]]:
     """Read the paths that a merge may choose from, and their acceptance probabilities from calibration:
     ``calibration.candidates`` of ``tree.json``; without them the tree's own paths, with probability ½ per depth."""

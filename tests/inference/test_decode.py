@@ -624,6 +624,17 @@ def test_damaged_drafters(run_decode, drafter, prompts, tmp_path, damage, parts)
     assert all(part in said for part in (str(folder), *parts)), said
 
 
+@pytest.mark.parametrize("device, told", [("NVIDIA H200", True), ("AMD EPYC, 2 cores, 2 threads", False)])
+def test_a_tree_for_another_kind_of_device_is_named(run_decode, drafter, prompts, tmp_path, device, told):
+    folder = shutil.copytree(drafter, tmp_path / "drafter")
+    write_json(
+        folder / "tree.json", {**json.loads((folder / "tree.json").read_text()), "calibration": {"device": device}}
+    )
+    code, said, err = run_decode(f"{folder} --prompts {prompts} --max-new-tokens 2 --baseline none")
+    assert code == 0, err
+    assert (f"{folder / 'tree.json'}: a tree for NVIDIA H200; python inference/calibrate.py {folder}" in err) == told
+
+
 def test_damaged_targets(run_decode, drafter, prompts, tiny_lm, tmp_path):
     for name, size, message in [("model.safetensors", 50_000, "truncated (50,000 of"), ("config.json", 9, "not valid")]:
         folder = shutil.copytree(tiny_lm, tmp_path / name)
