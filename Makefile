@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help install models shipped demo chat test test-more test-full test-torch lint kernel-report bench bench-medusa \
-    gpu gpu-rehearsal serve-check
+    gpu gpu-rehearsal serve-check docs
 
 PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-full  all tests'
 	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
 	@echo 'make lint       ruff and pyright'
+	@echo 'make docs       the documents as a site, in site/'
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
@@ -123,6 +124,14 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+
+# Links of the documents lead out of docs/, so that the site is made of a copy of what they lead to. Broken ones are errors.
+docs:
+	@$(PY) -c 'import zensical' 2>/dev/null || { echo "error: zensical is needed: $(PY) -m pip install -e '.[docs]' (Python 3.11 or newer)"; exit 2; }
+	@rm -rf build/docs && mkdir -p build/docs
+	@cp --parents -t build/docs *.md LICENSE NOTICE docs/* benchmarks/*.md benchmarks/log/* recipes/*.yaml data/chats.jsonl models/*/curves.png
+	@$(PY) -m zensical build --strict --clean
+	@echo 'site/index.html; with its search: python -m http.server --directory site'
 
 # Both versions compile for sm_90 without a GPU. The oldest one is unpacked from its wheel and not installed.
 OLDEST_TRITON := 3.6.0

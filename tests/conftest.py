@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "shared"))  # draws.py, bounds.py, lossless_suite.py
+sys.path.insert(0, str(Path(__file__).parent / "shared"))  # draws.py, bounds.py, browser.py, …
 sys.path.insert(0, str(Path(__file__).parent / "hub"))  # server.py, the miniature Hub
 sys.path.insert(0, str(Path(__file__).parent / "family"))  # toy_family.py
 
@@ -216,6 +216,16 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Any]:
+    """Chromium, or the test is skipped."""
+    import browser
+
+    chrome = browser.start()
+    yield chrome
+    chrome.quit()
 
 
 @pytest.fixture(scope="session")

@@ -178,6 +178,7 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[
     target, eagle = module.target, module.eagle
     ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
     labelled, tree = ranks >= 0, selection_tree(ranks)
+    run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
     for k in range(DEPTH):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()

@@ -27,7 +27,10 @@ from draftsmith.train import checkpoint, sharded
 _MARK, _LOCK = ".run", ".lock"
 _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
-_FILES = ("metrics.jsonl", "model.safetensors", "config.json", "tree.json", "wandb_id", "clusters.json", "clusters.png")
+_FILES = (
+    *("metrics.jsonl", "training.html", "model.safetensors", "config.json", "tree.json", "wandb_id"),
+    *("clusters.json", "clusters.png"),
+)
 _FOLDERS = (  # and a drafter's parts
     "features",
     "streams",

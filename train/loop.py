@@ -30,6 +30,7 @@ from draftsmith.models import precision
 from draftsmith.models.stored import resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.page import TrainingPage
 from draftsmith.train.track import Trackers
 
 Batch = dict[str, Tensor]
@@ -133,6 +134,7 @@ class RunState(Generic[R]):
     dry: bool = False
     fingerprint: str = ""
     trackers: Trackers | None = None
+    page: TrainingPage | None = None
     best: float = -math.inf
     step: int = 0
     resumed: bool = False
@@ -247,6 +249,8 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
     start = _resume(run, module, optimizer, stage)
     if start is None:
         return
+    if run.page:
+        run.page.begin(stage, start, best_on)
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, processes)
     original: Any = module
@@ -394,6 +398,8 @@ def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evalu
         console.print(f"  step {run.step}: {shown}{' (best so far)' if better else ''}")
         if better:
             checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))
+    if run.page:
+        run.page.write()
 
 
 def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, stage: Stage, step: int) -> None:

@@ -184,6 +184,7 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module, held_out: Batch) -> dict
     target, heads = module.target, module.heads
     ranks = head_ranks(target, heads, held_out["tokens"], held_out["supervised"])
     labelled, tree = ranks >= 0, best_tree(ranks, SIMULATED_NODES)
+    run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
     for k in range(heads.config.num_draft_heads):
         for top in (1, 5):

@@ -30,6 +30,7 @@ from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
 from draftsmith.train.loop import Batch, Evaluate, RunState, console
+from draftsmith.train.page import TrainingPage
 from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
@@ -43,6 +44,7 @@ S = TypeVar("S", bound=Stage)
 class Run(RunState[R]):
     """An open run that a script trains: its target, rows, stages and export."""
 
+    tokenizer: Any = None
     held_out: Batch = field(default_factory=dict)
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Run(RunState[R]):
                 place=place,
             )
         self.save_recipe()
-        self.fingerprint = target.fingerprint
+        self.fingerprint, self.tokenizer = target.fingerprint, target.tokenizer
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
 
@@ -235,6 +237,12 @@ class Run(RunState[R]):
         accepted = [count for result in results for count in result.accepted]
         return {"tau": sum(accepted) / len(accepted) if accepted else 1.0}
 
+    def show_ranks(self, ranks: Tensor, tree: Topology) -> None:
+        """Show some held-out rows in ``training.html``, with the ranks ``[S, T, K]`` that the drafter gives to their
+        tokens, as an evaluation has them, and the tree it measures τ with."""
+        if self.page:
+            self.page.keep_texts(self.held_out, ranks, tree, self.tokenizer)
+
     # ---- after training
 
     def facts(self, **more: Any) -> dict[str, Any]:
@@ -340,11 +348,19 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
                 write_target(recipe.target)
         recipe = loop.with_precision(recipe, accelerator, resume)
         run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
+        if main_process and not args.dry_run:
+            run.page = TrainingPage(run)
         try:
             script.train(run)
+        except (Exception, KeyboardInterrupt) as error:
+            if run.page and run.page.stage:
+                run.page.write("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
+            raise
         finally:
             if run.trackers:
                 run.trackers.close()
+        if run.page:
+            run.page.write("finished")
         if args.dry_run and main_process:
             console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
 

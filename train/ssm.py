@@ -149,8 +149,10 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     assert isinstance(module, Ssm)
     own = next_token_ranks(module.ssm, run.held_out["tokens"], run.held_out["supervised"], module.draft_vocab)
     ranks, matched = _held_out(run, [*earlier, own])
+    trees = _trees(ranks)
+    run.show_ranks(ranks[:, :, -1], trees[-1])
     found = {
-        "simulated_tau": simulate_ensemble(_trees(ranks), ranks),
+        "simulated_tau": simulate_ensemble(trees, ranks),
         "tau_alone": simulate_ensemble(_trees(ranks[:, :, -1:]), ranks[:, :, -1:]),
         "held_out_top1": float((own == 0).sum() / (own >= 0).sum()),
         "coverage_alone": float(matched[-1].float().mean()),

@@ -1,14 +1,12 @@
 """The report as one HTML page without external files: figures by kind of text, the token tree with the acceptance of
 its nodes, and texts whose tokens show what their step's tree held."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
+from draftsmith.common.pages import render
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import short_name
@@ -69,7 +67,7 @@ def _highest(figures: dict[str, Any], field: str) -> float:
     return interval[1] if interval else figures[field] or 0.0
 
 
-def _texts(traces: Sequence[Trace], prompts: Sequence[str], kinds: Sequence[str | None]) -> list[dict[str, Any]]:
+def shown_texts(traces: Sequence[Trace], prompts: Sequence[str], kinds: Sequence[str | None]) -> list[dict[str, Any]]:
     """The traced texts as the page shows them: of each token its text, the number of its source (from 1; 0: the
     target's own), its step, and its place in the step (from 1)."""
     return [
@@ -94,10 +92,8 @@ def _render(
     """The page of one drafter, the one with this number among the reports."""
     report = reports[number]
     held = acceptance_by_ranks(traces)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters["share"] = lambda part: "<1 %" if 0 < part < 0.005 else f"{100 * part:.0f} %"
-    steps = json.dumps([each.steps for each in traces], ensure_ascii=False, separators=(",", ":"))
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        TEMPLATE,
         report=report,
         reports=reports,
         number=number,
@@ -108,7 +104,7 @@ def _render(
         texts=texts,
         longest=max([1.0, *(_highest(figures, "mean_accepted_length") for figures in report["kinds"].values())]),
         tree=tree_picture(held) if len(held) > 1 else None,
-        steps=steps.replace("<", "\\u003c"),  # no text can end the script element
+        steps=[each.steps for each in traces],
     )
 
 
@@ -138,6 +134,6 @@ def render_pages(
             tokenizer = decoder.target.tokenizer
             shown = [decode_text(tokenizer, prompts[n])[-PROMPT:] if tokenizer else str(prompts[n]) for n in numbers]
             sources = [Path(name).name for name in decoder.drafter.sources] or [short_name(reports[place]["drafter"])]
-            texts = _texts(traces, shown, [kinds[n] for n in numbers])
+            texts = shown_texts(traces, shown, [kinds[n] for n in numbers])
             pages.append(_render(reports, place, traces, texts, sources))
     return pages

@@ -40,6 +40,15 @@ def traced(kinds: Sequence[str | None]) -> list[int]:
     return numbers[:TEXTS]
 
 
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The part of an answer's text that each of its tokens completes, perhaps none; without a tokenizer, its number."""
+    if tokenizer is None:
+        return [f"⟨{token}⟩" for token in tokens]
+    stream = TextStream(tokenizer)
+    texts = [stream.add([token]) for token in tokens]
+    return [*texts[:-1], texts[-1] + stream.end()] if texts else []
+
+
 def trace(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> Trace:
     """Decode a prompt once more, and keep each step's tree.
 
@@ -63,12 +72,8 @@ def trace(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: in
     (result,) = decoder.generate([prompt], max_new_tokens, batch_size=1, on_tree=keep, **options)
     del found.steps[len(result.accepted) :]  # static steps run on when a text has ended
     places = [(-1, 0)] + [(step, place) for step, count in enumerate(result.accepted) for place in range(count)]
-    stream = TextStream(tokenizer) if tokenizer is not None else None
-    for token, bits, (step, place) in zip(result.tokens, result.drafted_by, places, strict=True):
-        found.tokens.append((stream.add([token]) if stream else text_of(token), bits, step, place))
-    if stream and found.tokens and (rest := stream.end()):
-        *others, (text, bits, step, place) = found.tokens
-        found.tokens = [*others, (text + rest, bits, step, place)]
+    for text, bits, place in zip(token_texts(tokenizer, result.tokens), result.drafted_by, places, strict=True):
+        found.tokens.append((text, bits, *place))
     return found
 
 

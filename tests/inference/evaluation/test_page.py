@@ -1,10 +1,10 @@
 """The report's page: its texts and counts are the report's, and a browser shows it without errors."""
 
 import json
-import shutil
 from html.parser import HTMLParser
 
 import pytest
+from browser import luminances, open_page
 
 from draftsmith.inference import decode
 from draftsmith.inference.drafters.load import load_drafter
@@ -142,38 +142,12 @@ def test_the_page_has_the_texts_and_nothing_of_theirs_runs(folder, answers, plac
     assert "http" not in page.replace("http-equiv", ""), "no external file"
 
 
-def browser():
-    """Chromium without a window, its preference for dark colours as given."""
-    driver = shutil.which("chromedriver")
-    binary = shutil.which("chromium") or shutil.which("google-chrome")
-    if not (driver and binary):
-        pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-background-networking", "window-size=1180,1400"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options, webdriver.ChromeService(driver))
-
-
-@pytest.fixture(scope="module")
-def opened(folder):
-    chrome = browser()
-    yield chrome
-    chrome.quit()
-
-
 def test_in_a_browser(opened, folder, answers):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
-    opened.get((folder / "report.html").as_uri())
-    errors = [entry for entry in opened.get_log("browser") if entry["level"] != "INFO"]
-    assert not errors
-    assert opened.execute_script("return performance.getEntriesByType('resource').length") == 0
+    open_page(opened, folder / "report.html")
     for plot in ("speed", "kinds", "depths", "lengths", "time", "tree"):
         size = opened.find_element(By.ID, plot).size
         assert size["width"] > 100 and size["height"] > 10, plot
@@ -208,20 +182,8 @@ def test_in_a_browser(opened, folder, answers):
 
 
 def test_colours_follow_the_reader(opened, folder):
-    from selenium.webdriver.common.by import By
-
-    opened.get((folder / "report.html").as_uri())
-
-    def luminance(name):
-        red, green, blue = (int(part) for part in name.strip("rgba()").split(",")[:3])
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    seen = {}
-    for scheme in ("light", "dark"):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        body = opened.find_element(By.TAG_NAME, "body")
-        seen[scheme] = [luminance(body.value_of_css_property(what)) for what in ("background-color", "color")]
+    open_page(opened, folder / "report.html")
+    seen = luminances(opened)
     assert seen["light"][0] > 230 > 60 > seen["light"][1] and seen["dark"][0] < 60 < 200 < seen["dark"][1]
 
 
