@@ -3,21 +3,30 @@
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from draftsmith.inference.engine.engine import Generation
-    from draftsmith.inference.evaluation.timing import Timed
 
 Columns = dict[Any, list[float]]  # by prompt or group: amounts of A, then those of B
+
+
+class _Timed(Protocol):
+    """What :class:`draftsmith.inference.evaluation.timing.Timed` says of the timed groups."""
+
+    tokens: list[int]
+    groups: list[Sequence[int]]
+
+    @property
+    def typical_seconds(self) -> list[float]: ...
 
 
 def paired_fields(
     prompts: Sequence[Sequence[int]],
     kinds: Sequence[str | None],
     results: Sequence["Generation"],
-    timed: "Timed",
-    bases: Mapping[str, "Timed"],
+    timed: _Timed,
+    bases: Mapping[str, _Timed],
 ) -> dict[str, Any]:
     """The report's fields ``per_prompt`` and ``per_group``: lists with a value for each prompt, or each timed group.
 
@@ -26,7 +35,7 @@ def paired_fields(
     """
     group_of = {prompt: number for number, group in enumerate(timed.groups) for prompt in group}
 
-    def amounts(method: "Timed") -> dict[str, Any]:
+    def amounts(method: _Timed) -> dict[str, Any]:
         return {"new_tokens": method.tokens, "seconds": [round(seconds, 6) for seconds in method.typical_seconds]}
 
     return {

@@ -12,14 +12,14 @@ from draftsmith.inference.evaluation.paired import keys_of, pair_groups, pair_pr
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_lm, tmp_path_factory, run_decode):
+def folder(tmp_path_factory, run_decode):
     """Reports of two drafters, decoded by one command, on prompts of two kinds, one prompt twice."""
     folder = tmp_path_factory.mktemp("reports")
     rows = [{"prompt": f"def f{n}(x):\n    return", "kind": "code"} for n in range(6)]
     rows += [{"prompt": f"The {n} " * 9, "kind": "writing"} for n in range(5)] + [{"prompt": "def f0(x):\n    return"}]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = f"--max-new-tokens 40 --report {folder}"
-    code, _, printed = run_decode(f"ngram none --target {tiny_lm} --prompts {folder / 'prompts.jsonl'} {options}")
+    options = f"--max-new-tokens 100 --report {folder}"
+    code, _, printed = run_decode(f"ngram none --target models/tiny-lm --prompts {folder / 'prompts.jsonl'} {options}")
     assert code == 0, printed
     return folder
 
@@ -117,7 +117,7 @@ def changed(folder, tmp_path, **fields):
         ({"dtype": "float16"}, "warning: speeds are not compared: dtype float32, float16\n"),
         ({"batch_size": 4}, "warning: speeds are not compared: batch size 1, 4\n"),
         ({"mode": "typical"}, "warning: the answers are not the same: mode greedy, typical\n"),
-        ({"max_new_tokens": 41}, "warning: the answers are not the same: max new tokens 40, 41\n"),
+        ({"max_new_tokens": 41}, "warning: the answers are not the same: max new tokens 100, 41\n"),
         ({"versions": {}}, "warning: not the same versions: draftsmith "),
         ({"command": "another"}, "tokens/s were measured at different times"),
     ],
