@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_file, check_folder, read_text
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
 from draftsmith.inference.commands.terminal import console
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="FILE.jsonl",
         help='lines of {"prompt": …}, {"messages": …} or {"turns": …} (MT-Bench, Spec-Bench: later turns follow plain '
-        "greedy answers); several files: give --prompts for each",
+        "greedy answers), or a .parquet file of such rows (SPEED-Bench); several files: give --prompts for each",
     )
     what.add_argument(
         "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
@@ -130,6 +130,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="write report.html, report.json and report.png there"
     )
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the answers to --prompts there as Spec-Bench and FastChat do, with their times; of several "
+        "drafters into FILE-DRAFTER.jsonl",
+    )
     target_options(parser)
     parser.add_argument(
         "--compile",
@@ -193,12 +200,28 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
     if (args.live or not args.prompts) and not measured and len(args.drafters) > 1:
         raise ValueError("--prompt, --interactive and --live take one DRAFTER; compare several with --prompts alone")
+    if args.answers and (args.live or not args.prompts):
+        raise ValueError("--answers is for --prompts without --live")
+    if args.answers and args.batch_size > 1:
+        raise ValueError(f"--answers has times of one text at a time; leave out --batch-size {args.batch_size}")
     if args.prompt == "":
         raise ValueError("--prompt: the text is empty; give it at least one character")
     if args.raw and args.prompts:
         raise ValueError('--raw is for --prompt and --interactive; of --prompts, lines of {"prompt": …} are raw text')
     check_folder("--report", args.report, {"report.json": "drafter"})
+    for file in answer_files(args):
+        check_file("--answers", file, ".jsonl")
+        if file.exists() and '"choices"' not in read_text(file).partition("\n")[0]:
+            raise ValueError(f"--answers {file}: holds something else, which would be overwritten; name another file")
     check_names(args.drafters or ["none"], args.target)
+
+
+def answer_files(args: argparse.Namespace) -> list[Path]:
+    """The files of --answers: one for each drafter, with its name where there are several."""
+    file: Path | None = args.answers
+    if file is None or len(args.drafters) < 2:
+        return [] if file is None else [file]
+    return [file.with_name(f"{file.stem}-{short_name(name)}{file.suffix}") for name in args.drafters]
 
 
 def main() -> None:
@@ -220,6 +243,7 @@ def main() -> None:
         from draftsmith.inference.engine.text import answer_text
         from draftsmith.inference.evaluation import report as reporting
         from draftsmith.inference.evaluation.page import render_pages
+        from draftsmith.inference.evaluation.spec_bench import write_answers
         from draftsmith.inference.evaluation.timing import engine_options, evaluate
         from draftsmith.inference.planner import planned_drafter
         from draftsmith.inference.verify.sampling import Sampling
@@ -304,6 +328,9 @@ def main() -> None:
         target.tokenizer, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources
     )
     reporting.print_table(reports, console)
+    for file, name, results in zip(answer_files(args), args.drafters, outputs, strict=bool(args.answers)):
+        write_answers(file, target, name, given, results)
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
     if args.report:  # what was measured first: it must not be lost
         reporting.write_reports(reports, args.report, console)
         decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]

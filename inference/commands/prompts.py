@@ -1,10 +1,12 @@
-"""Prompts: read from JSON lines, rendered by the target's chat template, encoded, and checked against its context."""
+"""Prompts: read from JSON lines or parquet, rendered by the target's chat template, encoded, and checked against its
+context."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from draftsmith.common.command import first_line
 from draftsmith.common.files import parse_json, read_text
 from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import UnusableRow
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from draftsmith.models.target import Target
 
 _PLAIN = 'give the text as it is (--raw, or lines of {"prompt": …})'
+_HELD_BACK = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # begins the turns that SPEED-Bench does not contain
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Prompt:
     where: str = field(default="prompt", compare=False)  # the file and line it came from, or the option, for errors
     kind: str | None = None  # of text (code, writing, …), by which reports group their figures, if the row has a kind
     later: tuple[str, ...] = ()  # what the user asks then, each after the answer to the one before
+    question: str | int | None = None  # the row's ``question_id``
 
     def encode(self, target: "Target") -> list[int]:
         """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says. A ValueError if there is no template, or
@@ -66,33 +70,54 @@ def with_later_turns(prompts: Sequence[Prompt], answers: Callable[[list[Prompt]]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts from JSON lines, whose formats :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a
-    text is raw text; of ``turns`` the first is the user's message, and the others are ``later``; the last message of a
-    conversation is left out if it is the assistant's, the answer that is asked for. A text in ``kind``, or in
-    ``category`` (MT-Bench, Spec-Bench), names the kind of text.
+    """Prompts from JSON lines or a parquet file, in the formats of rows that
+    :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a text is raw text; of ``turns`` the first
+    is the user's message, and the others are ``later``; the last message of a conversation is left out if it is the
+    assistant's, the answer that is asked for. A text in ``kind``, or in ``category`` (MT-Bench, Spec-Bench,
+    SPEED-Bench), names the kind of text.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, a line that asks nothing (its number is named), or no line.
+        FileNotFoundError, ValueError: no such file, a row that asks nothing (its number is named), or no row.
     """
     prompts: list[Prompt] = []
-    for number, line in enumerate(read_text(path, "prompts file").split("\n"), 1):  # splitlines() cuts at U+2028, too
-        if line.strip():
-            where = f"{path}:{number}"
-            row = parse_json(line, where)
-            try:
-                content = read_prompt(row)
-            except UnusableRow as error:
-                raise ValueError(f"{where}: {error}") from None
-            later: tuple[str, ...] = ()
-            if isinstance(content, Turns):
-                first, *rest = content.texts
-                content, later = [{"role": "user", "content": first}], tuple(rest)
-            elif isinstance(content, list) and content[-1]["role"] == "assistant":
-                content = content[:-1]
-            if not content:
-                raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
-            kind = row.get("kind", row.get("category"))
-            prompts.append(Prompt(content, where, kind if isinstance(kind, str) and kind else None, later))
+    for where, row in _rows(path):
+        try:
+            content = read_prompt(row)
+        except UnusableRow as error:
+            raise ValueError(f"{where}: {error}") from None
+        later: tuple[str, ...] = ()
+        if isinstance(content, Turns):
+            first, *rest = content.texts
+            if any(text.startswith(_HELD_BACK) for text in content.texts):
+                raise ValueError(
+                    f"{where}: SPEED-Bench holds this text back ('{_HELD_BACK}…'); give the file that prepare_data.py "
+                    "of NVIDIA's Model-Optimizer (examples/specdec_bench) writes: it fetches such texts"
+                )
+            content, later = [{"role": "user", "content": first}], tuple(rest)
+        elif isinstance(content, list) and content[-1]["role"] == "assistant":
+            content = content[:-1]
+        if not content:
+            raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
+        kind, question = row.get("kind", row.get("category")), row.get("question_id")
+        kind = kind if isinstance(kind, str) and kind else None
+        prompts.append(Prompt(content, where, kind, later, question if isinstance(question, str | int) else None))
     if not prompts:
         raise ValueError(f'{path}: holds no prompt; write {{"prompt": "…"}} or {{"messages": […]}} on each line')
     return prompts
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each row, and where it is: the file with the line's number, in parquet the row's."""
+    if path.suffix == ".parquet" and path.is_file():
+        import pyarrow  # a third of a second
+        from pyarrow import parquet
+
+        try:
+            rows = parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{path}: not a parquet file that can be read ({first_line(error)})") from None
+        yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
+        return
+    for number, line in enumerate(read_text(path, "prompts file").split("\n"), 1):  # splitlines() cuts at U+2028, too
+        if line.strip():
+            yield f"{path}:{number}", parse_json(line, f"{path}:{number}")

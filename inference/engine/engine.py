@@ -5,6 +5,7 @@ described in :mod:`draftsmith.inference.engine.step`. Plain decoding is the same
 """
 
 import gc
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Generation:
     drafted: number of proposed nodes, roots excluded, padding too unless the drafter names its ``sources``.
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
         proposed by several sources counts for each.
+    seconds: from the beginning of the prompt's pass to the end of the text, other rows' work included.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Generation:
     drafted: int = 0
     proposed: list[int] = field(default_factory=list)
     accepted_from: list[int] = field(default_factory=list)
+    seconds: float = field(default=0.0, compare=False)
 
 
 class SpeculativeDecoder:
@@ -340,6 +343,7 @@ class _Text:
     request: Request
     limit: int
     result: Generation = field(default_factory=Generation)
+    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -465,6 +469,7 @@ class _Queue:
         if self.on_step:
             self.on_step(text.number, result)
         if result.finish_reason:
+            result.seconds = time.perf_counter() - text.began
             self.texts[row] = None
             self.step.end(row)
             if self.on_end:

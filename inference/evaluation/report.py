@@ -24,6 +24,8 @@ LABELS = {"engine": "plain, our engine", "transformers": "transformers.generate"
 TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
+BAND = 64  # tokens of an answer, for which ``by_position`` gives τ
+CUT_LENGTHS = 7  # draft lengths at which drafts could end, for which τ is given
 SHOWN_DEPTHS = 6  # of the acceptance of each kind of text, in the table
 LONGEST_PERIOD, PERIODS, LOOP_TOKENS = 64, 3, 32  # of a loop: at most; at least; at least
 
@@ -70,6 +72,24 @@ def _accepted_before(results: Sequence[Generation], ends: Sequence[int]) -> tupl
     return tokens, steps
 
 
+def by_position(results: Sequence[Generation]) -> dict[str, Any]:
+    """The number of steps, and τ, in each band of 64 tokens of the answers; a step counts where its first token lies.
+    τ is None in a band without a step."""
+    tokens, steps = Counter[int](), Counter[int]()
+    for result in results:
+        reached = 1  # the prefill's token
+        for length in result.accepted:
+            tokens[reached // BAND] += length
+            steps[reached // BAND] += 1
+            reached += length
+    bands = range(max(steps, default=-1) + 1)
+    return {
+        "band_tokens": BAND,
+        "steps": [steps[band] for band in bands],
+        "mean_accepted_length": [round(tokens[band] / steps[band], 4) if steps[band] else None for band in bands],
+    }
+
+
 def repeated_rate(tokens: Sequence[int], n: int = 4) -> tuple[int, int]:
     """The number of n-grams that occurred before in the same text, and of all n-grams."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
@@ -81,6 +101,8 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
 
     ``loops`` has the number of tokens before the first loop of an answer (:func:`loop_begins`), and τ over the steps
     that end before it. ``repetition`` has τ up to the first repeated 8-gram, which need not begin a loop.
+    ``mean_accepted_length_by_draft_length`` has τ if drafts ended after k = 1, 2, … 7 tokens: of each step the first k
+    accepted tokens count, and the target's own.
 
     Args:
         results: at least one.
@@ -109,6 +131,10 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
         "steps": steps,
         "mean_accepted_length": round(sum(lengths) / steps, 4) if steps else None,
         "acceptance_per_position": [round(count / steps, 4) for count in per_position] if steps else [],
+        "mean_accepted_length_by_draft_length": [
+            round(1 + sum(per_position[:k]) / steps, 4) for k in range(1, min(max_depth, CUT_LENGTHS) + 1) if steps
+        ],
+        "by_position": by_position(results),
         "accepted_length_histogram": {str(k): v for k, v in sorted(Counter(lengths).items())},
         "repetition": {
             "repeated_4gram_rate": round(repeats["again"] / max(1, repeats["grams"]), 4),

@@ -20,6 +20,7 @@ from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
+from draftsmith.inference.evaluation.paired import paired_fields
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.artifact import device_name, versions
@@ -437,6 +438,7 @@ def evaluate(
             {
                 "drafter": name,
                 "target": target.name,
+                "target_fingerprint": target.fingerprint,
                 "device": device_name(target.device),
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "mode": "sample" if mode == "mss" else mode,
@@ -458,6 +460,7 @@ def evaluate(
                     kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
                     for kind, numbers in by_kind.items()
                 },
+                **paired_fields(prompts, kinds, results, timed[name], bases),
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),

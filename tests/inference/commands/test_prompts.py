@@ -2,7 +2,9 @@
 
 import json
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
 
@@ -160,3 +162,48 @@ def test_later_turns():
     ]
     assert [(prompt.where, prompt.kind) for prompt in found[:3]] == [("x:1", "maths")] * 3
     assert not found[2].later and with_later_turns([Prompt("raw")], answers) == [Prompt("raw")]
+
+
+SPEED_BENCH = {"category": "coding", "sub_category": "python", "source": "x", "src_id": "1", "difficulty": "hard"}
+
+
+def write_parquet(path, rows):
+    """A file with SPEED-Bench's columns."""
+    columns = {name: [value] * len(rows) for name, value in SPEED_BENCH.items()}
+    columns["turns"] = pa.array(rows, pa.list_(pa.string()))
+    columns |= {"question_id": [f"q{n}" for n in range(len(rows))], "multiturn": [len(row) > 1 for row in rows]}
+    parquet.write_table(pa.table(columns), path)
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "test.parquet"
+    write_parquet(path, [["Sort a list.\u2028", "In place."], ["é"]])
+    found = read_prompts(path)
+    first, second = ([{"role": "user", "content": text}] for text in ("Sort a list.\u2028", "é"))
+    assert found == [Prompt(first, "", "coding", ("In place.",), "q0"), Prompt(second, "", "coding", (), "q1")]
+    assert [prompt.where for prompt in found] == [f"{path}:1", f"{path}:2"]
+
+
+def test_bad_parquet(tmp_path):
+    path = tmp_path / "test.parquet"
+    write_parquet(path, [["fine"], ["a", "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]])
+    with pytest.raises(ValueError, match=rf"^{path}:2: SPEED-Bench holds this text back \('FULL .*prepare_data.py"):
+        read_prompts(path)
+    for rows, message in (([["a"], []], rf"^{path}:2: turns is an empty list"), ([], "holds no prompt")):
+        write_parquet(path, rows)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(path)
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match=rf"^{path}: not a parquet file that can be read \([^\n]*\)$"):
+        read_prompts(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="there is no such prompts file"):
+        read_prompts(path)
+
+
+def test_question_ids(tmp_path):
+    path = tmp_path / "question.jsonl"
+    rows = [{"question_id": number, "turns": ["a", "b"]} for number in (81, "x", None, [1])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = with_later_turns(read_prompts(path), lambda asked: ["answer"] * len(asked))
+    assert [prompt.question for prompt in found] == [81, 81, "x", "x", None, None, None, None]

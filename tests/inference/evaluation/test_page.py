@@ -17,7 +17,7 @@ from draftsmith.inference.verify.sampling import Sampling
 TARGET = "models/tiny-lm"
 STARTS = ["def read_config(path):\n", 'print("</script><b>é€") # x', "class Reader:\n    def __init__(self):\n"]
 HOSTILE = "<script>alert(1)</script>"
-LENGTH = 40
+LENGTH = 80
 
 
 class Spans(HTMLParser):
@@ -148,12 +148,22 @@ def test_in_a_browser(opened, folder, answers):
     from selenium.webdriver.common.keys import Keys
 
     open_page(opened, folder / "report.html")
-    for plot in ("speed", "kinds", "depths", "lengths", "time", "tree"):
+    for plot in ("speed", "kinds", "depths", "positions", "lengths", "time", "tree"):
         size = opened.find_element(By.ID, plot).size
         assert size["width"] > 100 and size["height"] > 10, plot
     bars = opened.find_elements(By.CSS_SELECTOR, "#speed .bar")
     assert len(bars) == 3 and max(bar.size["width"] for bar in bars) > 150
     assert [each.get_attribute("textContent") for each in opened.find_elements(By.CLASS_NAME, "answer")] == answers[1]
+
+    report = json.loads((folder / "report.json").read_text())
+    cells = {
+        name: opened.find_elements(By.CSS_SELECTOR, f"#{name} tr:nth-child(2) td") for name in ("depths", "positions")
+    }
+    shorter = [f"{tau:.2f}" for tau in report["mean_accepted_length_by_draft_length"]]
+    assert [cell.text.split("\n")[1] for cell in cells["depths"][:7]] == shorter and "\n" not in cells["depths"][7].text
+    assert [cell.text for cell in cells["positions"]] == [
+        f"{tau:.2f}" for tau in report["by_position"]["mean_accepted_length"]
+    ]
 
     panel = opened.find_element(By.ID, "panel")
     assert not panel.is_displayed()

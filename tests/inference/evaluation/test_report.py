@@ -55,6 +55,8 @@ def test_acceptance():
         "steps": 5,
         "mean_accepted_length": 2.4,
         "acceptance_per_position": [0.8, 0.4, 0.2],
+        "mean_accepted_length_by_draft_length": [1.8, 2.2, 2.4],
+        "by_position": {"band_tokens": 64, "steps": [5], "mean_accepted_length": [2.4]},
         "accepted_length_histogram": {"1": 1, "2": 2, "3": 1, "4": 1},
         "repetition": {
             "repeated_4gram_rate": 0.0,
@@ -75,6 +77,23 @@ def test_acceptance():
             "num_accepted_tokens_per_pos": [4, 2, 1],
         },
     }
+
+
+def test_by_position():
+    """A step counts in the band of 64 tokens in which it begins; the prefill's token is the first of an answer."""
+    results = [Generation([*range(131)], [63, 60, 7]), Generation([*range(64)], [62, 1]), Generation([1], [])]
+    found = report.by_position(results)
+    assert found == {"band_tokens": 64, "steps": [3, 2], "mean_accepted_length": [42.0, 33.5]}
+    jump = report.by_position([Generation([*range(200)], [130, 69])])
+    assert jump["steps"] == [1, 0, 1] and jump["mean_accepted_length"] == [130.0, None, 69.0]
+    assert report.by_position([])["steps"] == []
+
+
+def test_tau_if_drafts_were_shorter():
+    """Of each step the first k accepted tokens, and the target's own."""
+    lengths = [10, 1, 4, 9, 2]
+    found = report.acceptance([Generation([*range(27)], lengths)], 9)["mean_accepted_length_by_draft_length"]
+    assert found == [sum(min(length, k + 1) for length in lengths) / 5 for k in range(1, 8)]
 
 
 def test_acceptance_before_the_loop():

@@ -1,0 +1,180 @@
+"""Compare two reports of decode.py on the same prompts: τ, speed-up and tokens/s, paired by prompt.
+
+    python inference/compare.py runs/a/report.json runs/b/report.json
+    python inference/compare.py runs/a runs/b                         # the folders that --report wrote
+
+A and B are measured over the prompts, or timed groups of prompts, that are in both reports. A 95 % interval is a
+bootstrap over them: a resampled prompt brings its figures of A and of B, so that what prompts differ in cancels out.
+Speeds are not compared where machine, threads, dtype or batch size differ. Those of two commands were measured at
+different times: then speed-ups, whose baseline is decoded in turn with the drafter, say more than tokens/s.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, or the reports have no target or no prompt in common.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from draftsmith.common.command import CommandLine, run_command, slow_imports
+from draftsmith.common.files import json_object
+from draftsmith.inference.commands.terminal import console, make_console
+from draftsmith.inference.evaluation.paired import Columns, keys_of, pair_groups, pair_prompts
+
+BASES = {"engine": "× plain", "transformers": "× transformers", "prompt_lookup": "× its prompt lookup"}
+SAME_TEXTS = ("mode", "verify", "sampling", "max_new_tokens")  # or the answers are others
+SAME_SPEED = ("dtype", "device", "threads", "batch_size")  # or speeds are not the drafters'
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report.json, or that of a folder. ``device`` loses a CPU's number of threads, which becomes ``threads``.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it has no figures of each prompt.
+    """
+    path = path / "report.json" if path.is_dir() else path
+    report = json_object(path)
+    if "drafter" not in report or "device" not in report:
+        raise ValueError(f"{path}: is no report of decode.py; give a report.json that its --report wrote")
+    if "per_prompt" not in report or "per_group" not in report:
+        raise ValueError(
+            f"{path}: has no figures of each prompt (per_prompt), it is too old; decode with --report again"
+        )
+    device, _, threads = re.fullmatch(r"(.*?)(, (\d+) threads)?", report["device"]).groups()  # type: ignore[union-attr]
+    return report | {"device": device, "threads": threads, "path": path}
+
+
+def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Warnings about what the reports do not share, and whether speeds can be compared.
+
+    Raises:
+        ValueError: they have other targets, or no prompt in common.
+    """
+    first, second = ((each.get("target_fingerprint") or each["target"]) for each in (a, b))
+    if first != second:
+        raise ValueError(
+            f"{b['path']}: its target is '{b['target']}' ({second[:12]}), that of {a['path']} '{a['target']}' "
+            f"({first[:12]}); compare reports of the same target"
+        )
+    keys = [{*keys_of(each)} for each in (a, b)]
+    common = len(keys[0] & keys[1])
+    if not common:
+        raise ValueError(f"{b['path']}: has no prompt of {a['path']}; decode the same --prompts for both")
+    warnings: list[str] = []
+    if len({common, len(keys[0]), len(keys[1])}) > 1:
+        warnings.append(f"of {len(keys[0])} and {len(keys[1])} prompts, {common} are in both; only these are compared")
+
+    def differing(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> str:
+        pairs = [(name.replace("_", " "), one.get(name), other.get(name)) for name in names]
+        return "; ".join(f"{name} {first}, {second}" for name, first, second in pairs if first != second)
+
+    if what := differing(a, b, SAME_TEXTS):
+        warnings.append(f"the answers are not the same: {what}")
+    if versions := differing(a["versions"], b["versions"], a["versions"] | b["versions"]):
+        warnings.append(f"not the same versions: {versions}")
+    if elsewhere := differing(a, b, SAME_SPEED):
+        warnings.append(f"speeds are not compared: {elsewhere}")
+    return warnings, not elsewhere
+
+
+def compare(columns: Columns) -> dict[str, Any]:
+    """A figure of A and of B over all prompts or groups, their difference and ratio, and the 95 % intervals of both.
+
+    Args:
+        columns: of each prompt or group two amounts, whose sums' ratio is the figure, or four: those of a method and of
+            its baseline; of A, then of B.
+    """
+    import torch
+    from torch import Tensor
+
+    from draftsmith.inference.evaluation.timing import bootstrap_interval
+
+    table = torch.tensor([*columns.values()], dtype=torch.float64).t()  # [4 or 8, G]
+
+    def figures(sums: Tensor) -> tuple[Tensor, Tensor]:
+        rates = sums[0::2] / sums[1::2]
+        return (rates[0], rates[1]) if len(rates) == 2 else (rates[0] / rates[1], rates[2] / rates[3])
+
+    def difference(sums: Tensor) -> Tensor:
+        a, b = figures(sums)
+        return b - a
+
+    def ratio(sums: Tensor) -> Tensor:
+        a, b = figures(sums)
+        return b / a
+
+    total = table.sum(1)
+    a, b = map(float, figures(total))
+    intervals = {"difference_interval": bootstrap_interval(table, difference)}
+    intervals |= {"ratio_interval": bootstrap_interval(table, ratio)}
+    return {"a": a, "b": b, "difference": float(difference(total)), "ratio": float(ratio(total)), **intervals}
+
+
+def rows_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str | None, str, dict[str, Any]]]:
+    """(kind of text, name of the figure, :func:`compare` of it): first of all prompts (kind None), then of each kind in
+    A, where there are several."""
+    kind_of = dict(zip(keys_of(a), (kind or "other" for kind in a["per_prompt"]["kind"]), strict=True))
+    figures = {"τ": pair_prompts([a, b])}
+    bases = [base for base in BASES if all(base in each["per_group"]["baselines"] for each in (a, b))]
+    figures |= {BASES[base]: pair_groups([a, b], base) for base in bases} | {"tokens/s": pair_groups([a, b])}
+    kinds = list(dict.fromkeys(kind_of.values()))
+    rows: list[tuple[str | None, str, dict[str, Any]]] = []
+    for kind in [None, *(kinds if len(kinds) > 1 else [])]:
+        for name, columns in figures.items():
+            first = (lambda key: key) if name == "τ" else (lambda group: group[0])  # a group has one kind of prompts
+            part = {key: amounts for key, amounts in columns.items() if kind in (None, kind_of[first(key)])}
+            if part:
+                rows.append((kind, name, compare(part)))
+    return rows
+
+
+def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: bool) -> None:
+    """The table, to stdout. ``speeds``: compare them too."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("", "A", "B", "B − A (95 %)", "B ÷ A (95 %)"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+
+    def cell(value: float, interval: Sequence[float] | None, form: str) -> str:
+        return f"{value:{form}}" + (f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else "")
+
+    before: str | None = ""
+    for kind, name, found in rows:
+        if kind != before:
+            table.add_row(f"[bold]{escape(kind or 'all')}[/bold]")
+        before, digits = kind, ".1f" if name == "tokens/s" else ".2f"
+        compared = ("–", "–")
+        if speeds or name == "τ":
+            difference = cell(found["difference"], found["difference_interval"], f"+{digits}")
+            compared = (difference, cell(found["ratio"], found["ratio_interval"], ".2f"))
+        table.add_row(f"  {name}", f"{found['a']:{digits}}", f"{found['b']:{digits}}", *compared)
+    make_console(stderr=False).print(table)
+
+
+def parser() -> CommandLine:
+    parser = CommandLine(__doc__)
+    for name in ("a", "b"):
+        help = f"{name.upper()}: a report.json of decode.py --report, or its folder"
+        parser.add_argument(name, type=Path, metavar=f"{name.upper()}.json", help=help)
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    a, b = read_report(args.a), read_report(args.b)
+    warnings, speeds = check_same(a, b)
+    with slow_imports():
+        rows = rows_of(a, b)
+    for name, each in (("A", a), ("B", b)):
+        console.print(f"{name}: {each['drafter']} on {each['target']}, {each['path']}", markup=False, soft_wrap=True)
+    for warning in warnings:
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    print_rows(rows, speeds)
+    if speeds and a["command"] != b["command"]:
+        console.print("tokens/s were measured at different times; speed-ups are over plain decoding at that time")
+
+
+if __name__ == "__main__":
+    run_command(main)
