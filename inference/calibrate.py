@@ -379,7 +379,7 @@ def main() -> None:
         if not args.target:
             raise ValueError(f"'{args.drafter}' has no target of its own: pass --target")
         return print_costs(load_target(args.target, **options), lean)
-    folder, config, weights = read_named(folders[0])
+    folder, config, weights = read_named(folders[0], args.target, **options)
     family, target_name = family_of(folder, config), args.target or config["target"]["name_or_path"]
     if not hasattr(family, "calibration"):  # it has no tree
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)

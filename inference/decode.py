@@ -11,7 +11,8 @@
     python inference/decode.py draft_model:runs/tiny-draft@2,2,1 --target models/tiny-lm --prompts P.jsonl
     python inference/decode.py snapkv:256 --target models/tiny-lm --prompts LONG.jsonl --batch-size 8   # long texts
 
-DRAFTER is a run folder or a Hub id, or one that needs no training: `none` (plain decoding), `ngram` (`ngram:2-10` for
+DRAFTER is a run folder or a Hub id (of a drafter published for other programs, too, converted once: docs/import.md,
+with its target by --target), or one that needs no training: `none` (plain decoding), `ngram` (`ngram:2-10` for
 matches of 2 to 10 tokens), `draft_model:PATH` (any causal LM with the target's tokenizer; `@2,2,1` gives its children
 by depth, else it drafts a chain), `snapkv:K` and `streamingllm:K` (the target itself, over K of the cached tokens).
 Several joined by `+` are merged into one token tree.

@@ -26,6 +26,7 @@ from draftsmith.common.files import check_own
 from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "medusa", "hf")
+TOKENS = 3  # of a draft in speculators' config and in the card's commands
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
 
@@ -41,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--speculative-tokens",
         type=int,
-        default=3,
         metavar="N",
         help="length of a draft, in speculators' config and in the card's commands (default 3; Medusa: its heads)",
     )
@@ -63,13 +63,18 @@ def check_output(out: Path) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
-    if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
-        raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
+    if args.to == "hf":
+        if args.out is not None or args.push_to_hub is None:
+            raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
+        for name in ("target", "served_target", "speculative_tokens"):
+            if (value := getattr(args, name)) is not None:
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: --to hf uploads the run's folder as it is; leave it out")
     if args.to != "hf" and args.out is None:
         raise ValueError(f"--to {args.to}: name the folder to write by --out DIR")
     if args.out is not None:
         check_output(args.out)
-    if args.speculative_tokens < 1:
+    if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
     if args.served_target == "":
         raise ValueError("--served-target: the name is empty; leave it out for the target's own")
@@ -82,7 +87,7 @@ def check(args: argparse.Namespace) -> None:
             check_repository(args.push_to_hub)
         except ValueError as error:
             raise ValueError(f"--push-to-hub '{args.push_to_hub}': {error}") from None
-    check_drafter_name(args.drafter)
+    check_drafter_name(args.drafter, args.target)
 
 
 if __name__ == "__main__":
@@ -105,6 +110,7 @@ from draftsmith.models.card import measured, named, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.formats import Source, check_form, written
+from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
 from draftsmith.models.shortlist import ShortlistHead
@@ -139,7 +145,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
     ``target_name``: folder or Hub id; what the drafter's config says if left out.
     Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
     format has no place for such a drafter."""
-    folder, config, weights = read_drafter(name)
+    folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
     kind = config["drafter_type"]
@@ -201,7 +207,7 @@ def export(
     to: str,
     out: Path,
     served_target: str | None = None,
-    speculative_tokens: int = 3,
+    speculative_tokens: int = TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> float:
     """Write a folder, check its contract and read it back; all of it is kept, or nothing.
@@ -320,11 +326,12 @@ def main() -> None:
     check(args)
     if args.to == "hf":
         return publish(args.drafter, args.push_to_hub, args.private)
+    tokens = TOKENS if args.speculative_tokens is None else args.speculative_tokens
     source = open_source(args.drafter, args.to, args.target, args.trust_remote_code)
     if isinstance(source.drafter, Eagle):
         positions = source.drafter.config.max_position_embeddings
-        if args.speculative_tokens >= positions:
-            raise ValueError(f"--speculative-tokens {args.speculative_tokens}: the drafter has {positions} positions")
+        if tokens >= positions:
+            raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
     check_folder("--out", args.out)
     facts = {
         "drafter": Path(args.drafter).resolve().name,
@@ -332,7 +339,7 @@ def main() -> None:
         "command": f"python models/export.py {shlex.join(sys.argv[1:])}",
     }
     try:
-        apart = export(source, args.to, args.out, args.served_target, args.speculative_tokens, facts)
+        apart = export(source, args.to, args.out, args.served_target, tokens, facts)
     except ValueError as error:
         raise ValueError(f"{args.drafter} --to {args.to}: {error}") from None
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors")) / 1e6

@@ -52,70 +52,27 @@ if __name__ == "__main__":
 
 import shlex
 import sys
-from typing import cast
 
-import torch
-
-from draftsmith.common.files import check_folder, write_json
-from draftsmith.models.artifact import provenance, write_drafter
-from draftsmith.models.card import is_hub_id, stated_licence
-from draftsmith.models.eagle import Eagle
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.precision import DTYPES
-from draftsmith.models.published import Facts, Imported, convert
-from draftsmith.models.stored import config_of, published_folder, published_tensors, resolve_folder, stored_dtype
-from draftsmith.models.target import Target, load_target
-
-CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
-
-
-@torch.no_grad()
-def facts_of(target: Target) -> Facts:
-    """What a conversion needs of a target."""
-    rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
-    head, layers = cast(torch.Tensor, target.lm_head.weight), target.config.num_hidden_layers
-    head = head if getattr(target.lm_head, "bias", None) is None else head[:0]
-    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, head)
-
-
-def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:
-    """Read a published drafter's folder and convert it for a target.
-    Raises FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target."""
-    config, tensors = config_of(folder), published_tensors(folder, pickles)
-    try:
-        imported = convert(config, tensors, facts_of(target))
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    family = MedusaHeads if isinstance(imported.config, MedusaConfig) else Eagle
-    family.from_artifact(imported.config.to_dict(), imported.weights, str(folder))
-    return imported
+from draftsmith.common.files import check_folder
+from draftsmith.models.from_published import chain_of, load_stored, read_published, write_imported
+from draftsmith.models.stored import published_folder
 
 
 def main() -> None:
     args = parser().parse_args()
     check(args)
     folder = published_folder(args.published, args.revision, args.allow_pickle)
-    dtype = stored_dtype(resolve_folder(args.target))
-    target = load_target(
-        args.target, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=args.trust_remote_code
-    )
+    target = load_stored(args.target, trust_remote_code=args.trust_remote_code)
     imported = read_published(folder, target, args.allow_pickle)
     check_folder("--out", args.out)
-    facts = provenance(
-        imported_from=args.published if is_hub_id(args.published) else folder.resolve().name,
-        revision=args.revision,
-        licence=stated_licence(args.published) or "other",
-        notes="; ".join(imported.notes),
-        command=f"python models/import_drafter.py {shlex.join(sys.argv[1:])}",
-    )
-    write_drafter(args.out, imported.drafter_type, imported.config.to_dict(), imported.weights, target, facts)
-    depth = imported.config.num_draft_heads if isinstance(imported.config, MedusaConfig) else CHAIN
-    write_json(args.out / "tree.json", {"paths": [[0] * length for length in range(1, depth + 1)]})
+    command = f"python models/import_drafter.py {shlex.join(sys.argv[1:])}"
+    write_imported(args.out, imported, target, folder, args.published, args.revision, command)
     for note in imported.notes:
         print(note)
     size = sum(weight.numel() for weight in imported.weights.values()) / 1e6
+    chain = chain_of(imported)
     print(
-        f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {depth} until calibrated"
+        f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {chain} until calibrated"
     )
     print(f"next: python inference/calibrate.py {args.out} --prompts FILE.jsonl")
 

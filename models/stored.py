@@ -99,17 +99,39 @@ def drafter_config(folder: Path, name: str) -> dict[str, Any]:
     config = json_object(folder / "config.json", "drafter config")
     if "drafter_type" not in config:
         command = f"python models/import_drafter.py {name} --target TARGET --out runs/NAME"
-        file = folder / "provenance.json"  # of models/export.py
-        exported = json_object(file) if file.exists() else {}
-        if "max_logit_difference" in exported:
-            raise ValueError(
-                f"{folder}: exported for {exported.get('format')}, whose format is not read here; name the drafter "
-                f"that it was made from ({exported.get('drafter')}), or import it: {command}"
-            )
         if is_published(folder, config):
             raise ValueError(f"{folder}: a published drafter in another format; import it: {command}")
         raise ValueError(f"{folder}: this is a model, not a drafter; to decode with it alone: none --target {name}")
     return config
+
+
+def published_config(folder: Path) -> dict[str, Any] | None:
+    """The config of a drafter in a published format; None: the folder holds something else.
+    Raises ValueError: its config or safetensors file is damaged."""
+    if not (folder / "config.json").exists():
+        return None
+    config = json_object(folder / "config.json", "drafter config")
+    return config if "drafter_type" not in config and is_published(folder, config) else None
+
+
+def exported(folder: Path) -> dict[str, Any]:
+    """The content of provenance.json in a folder that models/export.py wrote; empty in others."""
+    file = folder / "provenance.json"
+    made = json_object(file) if file.exists() else {}
+    return made if "max_logit_difference" in made else {}
+
+
+def published_target(folder: Path, config: Mapping[str, Any], given: str | None, name: str) -> str:
+    """The target of a published drafter, which the user calls ``name``: the ``given`` one, else the one that its folder
+    names, which only those of models/export.py, speculators and Medusa do.
+    Raises ValueError: none is given or named."""
+    verifier = config.get("speculators_config")
+    for part in ("verifier", "name_or_path"):
+        verifier = verifier.get(part) if isinstance(verifier, dict) else None
+    for stated in (given, exported(folder).get("target"), verifier, config.get("base_model_name_or_path")):
+        if stated and isinstance(stated, str):
+            return stated
+    raise ValueError(f"{name}: a published drafter, which does not say for which target it is: pass --target")
 
 
 def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
@@ -124,12 +146,17 @@ def is_published(folder: Path, config: Mapping[str, Any]) -> bool:
     return "fc.weight" in safetensors_header(file)[1]
 
 
-def check_drafter_name(name: str) -> None:
-    """What can be said of a drafter's folder before torch is imported.
-    Raises FileNotFoundError, ValueError: as :func:`known_folder` and :func:`drafter_config`."""
+def check_drafter_name(name: str, target: str | None = None) -> None:
+    """What can be said of a drafter's folder, ours or a published one, before torch is imported.
+    ``target``: the one that is given for it.
+    Raises FileNotFoundError, ValueError: as :func:`known_folder`, :func:`drafter_config`, :func:`published_target`."""
     folder = known_folder(name)
     if folder is not None:
-        drafter_config(folder, name)
+        published = published_config(folder)
+        if published is None:
+            drafter_config(folder, name)
+        else:
+            known_folder(published_target(folder, published, target, name))
 
 
 def resolve_folder(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -176,6 +203,12 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
     return folder
 
 
+def published_files(folder: Path) -> list[Path]:
+    """The files of a published drafter's weights. Raises FileNotFoundError: there are none, or some are missing."""
+    single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
+    return [file for file in single if file.exists()][:1] or weight_files(folder)
+
+
 def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]":
     """All tensors of a published drafter's folder, on the CPU.
     ``pickles``: pickled weights may be read, as tensors only.
@@ -185,10 +218,8 @@ def published_tensors(folder: Path, pickles: bool = False) -> "dict[str, Tensor]
 
     from draftsmith.models.pickled import read_pickle
 
-    single = (folder / f"{_MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
-    files = [file for file in single if file.exists()][:1] or weight_files(folder)
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in published_files(folder):
         if file.suffix == ".safetensors":
             safetensors_header(file)
         elif not pickles:

@@ -46,7 +46,7 @@ from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.eagle_section import EagleSection
 from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.run import Run, Script, beginning, run_script
 
 DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
@@ -207,7 +207,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
     the layers that it reads and, of an imported one, sizes, rotary positions, biases and embeddings."""
     if recipe.init_from is None:
         return made
-    stored = json_object(resolve_folder(recipe.init_from) / "config.json")
+    stored = json_object(resolve_folder(beginning(recipe)) / "config.json")
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
     if recipe.drafter.captured_layers is None:
         own.remove("captured_layers")

@@ -24,6 +24,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
+from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
@@ -38,6 +39,16 @@ from draftsmith.train.track import Trackers
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
 
 S = TypeVar("S", bound=Stage)
+
+
+def beginning(recipe: DrafterRecipe) -> str:
+    """The drafter of ``init_from``; of a published one, its converted copy.
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing or damaged, or was trained for another target.
+    """
+    t = recipe.target
+    return as_ours(str(recipe.init_from), t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
 
 
 @dataclass
@@ -84,7 +95,7 @@ class Run(RunState[R]):
 
     def _check_init_from(self, recipe: DrafterRecipe) -> None:
         """Check ``init_from`` by its config alone, before the target is loaded."""
-        where, folder = f"init_from={recipe.init_from}", resolve_folder(str(recipe.init_from))
+        where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{where}: no drafter there (config.json)")
         config = json_object(folder / "config.json")
@@ -110,7 +121,7 @@ class Run(RunState[R]):
         assert isinstance(recipe, DrafterRecipe)
         drafter.to(self.accelerator.device)
         if recipe.init_from and not self.resume:
-            folder, config, weights = read_drafter(recipe.init_from)
+            folder, config, weights = read_drafter(beginning(recipe))
             check_target(folder, config, target)
             own = drafter.state_dict()
             if "draft_vocab" not in own:  # _check_init_from knows that no other weight depends on it

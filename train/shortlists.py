@@ -28,6 +28,7 @@ from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, recor
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.from_published import as_ours
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
@@ -52,7 +53,9 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         config: dict[str, Any] = eagle.config.to_dict() | {"drafter_type": "eagle"}
         folder, weights = part, eagle.state_dict()
     else:
-        folder, config, weights = read_drafter(d.base)
+        t = run.recipe.target
+        base = as_ours(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+        folder, config, weights = read_drafter(base)
         check_target(folder, config, target)
     if d.all_tokens:
         if config.get("projection") != "shared":

@@ -48,6 +48,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology, calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
+from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 
@@ -106,10 +107,12 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
     return importlib.import_module(FAMILIES[kind])
 
 
-def read_named(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """:func:`read_drafter`, after :func:`names.check_name`."""
-    names.check_name(name)
-    return read_drafter(name)
+def read_named(name: str, target: str | None = None, **options: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """:func:`read_drafter`, after :func:`names.check_name`; of a published drafter, its converted copy.
+    ``target``: the one that is given for it. ``options``: of :func:`load_target`."""
+    names.check_name(name, target)
+    own = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+    return read_drafter(as_ours(name, target, **own))
 
 
 def load_drafter(
@@ -128,10 +131,10 @@ def load_drafter(
     given target keeps the template it has.
 
     Args:
-        name: ``none``; a folder or Hub id; ``ngram`` or ``ngram:SHORTEST-LONGEST``, matches of so many tokens;
-            ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion (a chain of 8 if left
-            out); ``snapkv:K``, ``streamingllm:K`` or ``topk:K``, the target over a compressed cache, also with an
-            expansion; or several of these joined by ``+``, merged into one tree.
+        name: ``none``; a folder or Hub id, also of a published drafter; ``ngram`` or ``ngram:SHORTEST-LONGEST``,
+            matches of so many tokens; ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion
+            (a chain of 8 if left out); ``snapkv:K``, ``streamingllm:K`` or ``topk:K``, the target over a compressed
+            cache, also with an expansion; or several of these joined by ``+``, merged into one tree.
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
         all_nodes: every step has all nodes of the tree, also where fewer are faster.
@@ -146,7 +149,9 @@ def load_drafter(
             is given and no drafter takes one.
     """
     given = [] if name == "none" else names.parts_of(name)
-    stored = {each: read_named(each) for each in given if names.has_folder(each)}
+    if target is not None:
+        target_name, options = target.name, {**options, "revision": target.revision}
+    stored = {each: read_named(each, target_name, **options) for each in given if names.has_folder(each)}
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
@@ -211,7 +216,7 @@ def report_fields(name: str) -> dict[str, Any]:
     for each in filter(names.has_folder, names.parts_of(name)):
         folder = resolve_folder(each)
         config = json_object(folder / "config.json", "drafter config")
-        family = family_of(folder, config)
+        family = family_of(folder, config) if "drafter_type" in config else None  # published: EAGLE or Medusa
         if hasattr(family, "report_fields"):
             fields = family.report_fields(folder, config) | fields
     return fields

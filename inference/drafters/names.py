@@ -68,9 +68,9 @@ def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:
     return given[1], int(given[2]), [int(k) for k in given[3].split(",")] if given[3] else CHAIN
 
 
-def check_name(part: str) -> None:
+def check_name(part: str, target: str | None = None) -> None:
     """Raise a FileNotFoundError or ValueError, with a hint where it is misspelt, if one of :func:`parts_of` names no
-    drafter, as far as can be said before torch is imported."""
+    drafter, as far as can be said before torch is imported. ``target``: the one that is given for it."""
     if part.startswith(DRAFT_MODEL):
         known_folder(draft_model_of(part)[0])
     elif part.startswith(NGRAM) and not has_folder(part):
@@ -79,7 +79,7 @@ def check_name(part: str) -> None:
         compressed_of(part)
     elif has_folder(part):
         try:
-            check_drafter_name(part)
+            check_drafter_name(part, target)
         except FileNotFoundError as error:
             kind = part.partition(":")[0]
             matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH", *SELECTORS), n=1)
@@ -92,7 +92,7 @@ def check_names(names: Sequence[str], target: str | None = None) -> None:
     """:func:`check_name` of all parts of drafters; also raise such an error if the target is missing or not named."""
     parts = [part for name in names for part in parts_of(name)]
     for part in parts:
-        check_name(part)
+        check_name(part, target)
     if target is not None:
         known_folder(target)
     elif not any(map(has_folder, parts)):

@@ -21,7 +21,7 @@ from draftsmith.models import export, import_drafter
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import own_logits, read_back
-from draftsmith.models.import_drafter import facts_of, read_published
+from draftsmith.models.from_published import facts_of, read_published
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.published import convert
 from draftsmith.models.target import load_target

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from training_runs import assert_same_files, metrics, write_recipe
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.from_published import as_ours
 from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
@@ -286,6 +288,21 @@ def test_begin_with_an_imported_drafter(recipe, train, tiny_lm):
     train.killed(in_step(8), "killed-further", f"init_from={folder}")
     moved = load_file(train("killed-further", f"init_from={folder}", "--resume") / "model.safetensors")
     assert all(not torch.equal(weight, made.state_dict()[name]) for name, weight in moved.items())
+
+
+def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
+    """`init_from` takes an exported folder as it takes the run that was exported; one of another shape is refused."""
+    own = ["drafter.draft_vocab_size=40", "drafter.captured_layers=[1]"]
+    first, served = train("to-publish", *FURTHER, *own), tmp_path / "served"
+    export.export(export.open_source(str(first), "vllm"), "vllm", served)
+    as_ours(str(served), str(tiny_lm))  # says so on stderr, once
+    further = train("from-published", *FURTHER, *own, f"init_from={served}", "stages.0.optim.lr=1e-9")
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, further))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
+    assert json.loads((further / "provenance.json").read_text())["init_from"] == str(served)
+    said = train.refused("from-published-2", *FURTHER, f"init_from={served}")
+    assert f"error: init_from={served}: its draft_vocab_size is 40, the recipe's None; set drafter." in said
 
 
 @pytest.mark.parametrize(
