@@ -630,7 +630,7 @@ def test_a_tree_for_another_kind_of_device_is_named(run_decode, drafter, prompts
     write_json(
         folder / "tree.json", {**json.loads((folder / "tree.json").read_text()), "calibration": {"device": device}}
     )
-    code, said, err = run_decode(f"{folder} --prompts {prompts} --max-new-tokens 2 --baseline none")
+    code, _, err = run_decode(f"{folder} --prompts {prompts} --max-new-tokens 2 --baseline none")
     assert code == 0, err
     assert (f"{folder / 'tree.json'}: a tree for NVIDIA H200; python inference/calibrate.py {folder}" in err) == told
 
