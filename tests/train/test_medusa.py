@@ -472,12 +472,16 @@ def test_chats_from_a_file(train, chats, packing):
 
 PROMISED = """drafter target device dtype mode prompts new_tokens steps mean_accepted_length acceptance_per_position
 accepted_length_histogram tokens_per_second baselines speedup speedup_vs_transformers overhead seconds peak_memory_bytes
-lossless repetition spec_decode versions command""".split()
+lossless repetition spec_decode versions command target_fingerprint per_prompt per_group by_position
+mean_accepted_length_by_draft_length""".split()
 PROMISED_WITHIN = {
     "baselines": "engine transformers prompt_lookup",
     "seconds": "prefill draft verify accept commit other",
     "lossless": "mode checked identical near_ties mismatches p_value",
     "repetition": "repeated_4gram_rate mean_accepted_length_before_first_loop",
+    "per_prompt": "prompt kind new_tokens committed_tokens steps group",
+    "per_group": "new_tokens seconds baselines",
+    "by_position": "band_tokens steps mean_accepted_length",
     "spec_decode": "num_drafts num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos",
 }
 
