@@ -126,6 +126,11 @@ def ratio_of(total: Tensor) -> Tensor:
     return (total[0] / total[1]) / (total[2] / total[3])
 
 
+def difference_of(total: Tensor) -> Tensor:
+    """Of two methods' shares, the first less the second."""
+    return total[0] / total[1] - total[2] / total[3]
+
+
 def interval_of(columns: Tensor, statistic: Callable[[Tensor], Tensor] = share_of) -> list[float] | None:
     """95 % interval of a statistic of the sums of ``columns [C, S]`` over S samples, by a bootstrap over them; None if
     they are too few, or it is not finite."""

@@ -114,6 +114,7 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
             columns = drafted_accepted.flip(1).t()
             total = torch.tensor(of_texts).sum(0)  # [depths, 2]
             row = {"kind": kind, "context": context, **vars(setting), **with_interval(columns, name="alpha")}
+            row["accepted_by_text"] = columns.t().tolist()  # accepted and drafted tokens
             shares = [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()]
             found.append(row | {"by_depth": shares})
     return found
@@ -209,7 +210,7 @@ def main() -> None:
     ):
         done = itertools.count(1)
         rows = method(target, args, lambda: advance(next(done)))
-    names = [name for name in rows[0] if name not in ("interval", "by_depth", "execution")]
+    names = [name for name in rows[0] if name not in ("interval", "by_depth", "execution", "accepted_by_text")]
     table = table_of(*names)
     for row in rows:
         value = {**row, **{name: cell(row[name], row.get("interval")) for name in ("alpha", "speedup") if name in row}}

@@ -7,6 +7,7 @@
 The target first answers the prompts greedily. On these answers, held-out text by kind:
 
 SSMs      parameters; the share of positions where an SSM's chain of most likely tokens is right up to depth 1, 2, …;
+          how many of the target's tokens are among the SSM's 1, 2, …, 5 most likely ones;
           coverage@s: the share of answers whose first M tokens one of the first s SSMs would have written; overlap: of
           the answers that either of two SSMs covers, the share that both do.
 τ         committed tokens of a step (bonus token included), decoded by the engine. Each SSM drafts the expansion, the
@@ -37,6 +38,7 @@ from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import choose_device
 
 DRAWS = ("without_replacement", "iid", "naive")
+TOP = 5  # most likely tokens of an SSM, among which the target's is counted
 PUBLISHED = (
     "Published for other models (SpecInfer, arXiv 2305.09781): multi-step over naive sampling 1.26–1.28 × at width 5; "
     "greedy τ 2.2–2.95 at width 1, 3.1–3.9 at width 5."
@@ -74,7 +76,15 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from draftsmith.benchmarks.common import answers_of, interval_of, load_target_of, ratio_of, read_drafters, with_interval
+from draftsmith.benchmarks.common import (
+    answers_of,
+    difference_of,
+    interval_of,
+    load_target_of,
+    ratio_of,
+    read_drafters,
+    with_interval,
+)
 from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -136,7 +146,9 @@ def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: 
     ssms: dict[str, Any] = {}
     for (name, model), ranks in zip(ensemble.models.items(), following, strict=True):
         shares = chain_shares(chained_ranks(ranks, tokens, supervised, depth))
-        ssms[name] = parameters(model) | {"acceptance_by_depth": shares}
+        written = ranks >= 0
+        hits = [share((written & (ranks < k)).sum(1), written.sum(1)) for k in range(1, TOP + 1)]
+        ssms[name] = parameters(model) | {"acceptance_by_depth": shares, "top_k": hits}
     matched = matched_answers(following, supervised, match)  # [n, S]
     ones = torch.ones(matched.shape[1])
     either = lambda total: torch.where(total[1] > 0, total[0] / total[1], 1.0)  # noqa: E731
@@ -225,12 +237,7 @@ def differing(
 
 def difference_fields(outputs: Outputs, base: Outputs) -> dict[str, Any]:
     """τ less another one's on the same prompts, with its interval."""
-    columns = accepted_columns([outputs, base])
-
-    def difference(total: Tensor) -> Tensor:
-        return total[0] / total[1] - total[2] / total[3]
-
-    return with_interval(columns, difference, "difference", "difference_interval")
+    return with_interval(accepted_columns([outputs, base]), difference_of, "difference", "difference_interval")
 
 
 def compare_sampling(
@@ -261,6 +268,8 @@ def compare_sampling(
     for width in args.widths:
         outputs: dict[str, Outputs] = {name: timed[f"{name} {width}"].outputs for name in ("greedy", *DRAWS)}
         row: dict[str, Any] = {name: tau_fields(each) for name, each in outputs.items()}
+        for name, each in outputs.items():
+            row[name]["accepted_by_prompt"] = [[sum(r.accepted), len(r.accepted)] for _, r in sorted(each.items())]
         row["greedy"] |= differing(target, prompts, outputs["greedy"], expected)
         mismatches += row["greedy"]["mismatches"]
         for draws in DRAWS:
@@ -320,12 +329,15 @@ def chain_forecast(shares: Sequence[dict[str, Any]], cost: float, costs: StepCos
 def print_tables(found: dict[str, Any]) -> None:
     folders, nodes = found["folders"], found["nodes"]
     depths = [k for k in (1, 2, 4, 8) if k <= found["depth"]]
-    table = table_of("SSM", "parameters", "no embeddings", *(f"right to depth {k}" for k in depths))
+    table = table_of(
+        "SSM", "parameters", "no embeddings", *(f"right to depth {k}" for k in depths), "in top 1, 2, …, 5"
+    )
     for name, folder in folders.items():
         for ssm, row in folder["ssms"].items():
             shares = [row["acceptance_by_depth"][k - 1] for k in depths]
+            hits = " ".join(cell(each["share"]) for each in row["top_k"])
             sizes = (f"{row[field]:,}" for field in ("parameters", "parameters_without_embeddings"))
-            table.add_row(f"{short_name(name)}/{ssm}", *sizes, *(cell(s["share"], s["interval"]) for s in shares))
+            table.add_row(f"{short_name(name)}/{ssm}", *sizes, *(cell(s["share"], s["interval"]) for s in shares), hits)
     print_table(table)
 
     most = max(len(folder["coverage"]) for folder in folders.values())

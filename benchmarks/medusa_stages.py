@@ -52,7 +52,7 @@ from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_texts
-from draftsmith.inference.evaluation.timing import Method, run_rounds
+from draftsmith.inference.evaluation.timing import Method, accepted_interval, run_rounds
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
@@ -131,6 +131,8 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
         "steps": facts["steps"],
         "projection": heads.config.projection,
         "mean_accepted_length": counted["mean_accepted_length"],
+        "mean_accepted_length_interval": accepted_interval(results),
+        "accepted_by_prompt": [[sum(each.accepted), len(each.accepted)] for each in results],
         "mean_accepted_length_before_first_loop": counted["repetition"]["mean_accepted_length_before_first_loop"],
         "simulated_on_the_originals_text": round(simulate(tree, ranks), 4),
         "speedup": round(timed["drafted"].tokens_per_second / timed["plain"].tokens_per_second, 4),
@@ -161,9 +163,10 @@ def main() -> None:
     table = table_of("way", *columns, "exact")
     for name, row in rows.items():
         before_loops = row["mean_accepted_length_before_first_loop"] or 1
-        figures = row["mean_accepted_length"], before_loops, row["simulated_on_the_originals_text"], row["speedup"]
+        tau = cell(row["mean_accepted_length"], row["mean_accepted_length_interval"])
+        figures = before_loops, row["simulated_on_the_originals_text"], row["speedup"]
         moved = (cell(row[field], form=".4f") for field in ("kl", "perplexity_ratio"))
-        table.add_row(name, *map(cell, figures), *moved, "NO" if row["lossless"]["mismatches"] else "yes")
+        table.add_row(name, tau, *map(cell, figures), *moved, "NO" if row["lossless"]["mismatches"] else "yes")
     print_table(table, f"{args.recipe} · {args.steps} steps of the heads · {facts['device']}")
     write_report(args.out / "bench.json", facts)
 

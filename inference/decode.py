@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-p", type=float, help="only tokens this likely beside the likeliest (default 0)")
     parser.add_argument("--repetition-penalty", type=float, help="above 1: what the text holds becomes less likely")
     parser.add_argument("--epsilon", type=float, help="threshold of --mode typical: higher accepts less (default 0.09)")
+    parser.add_argument("--delta", type=float, help="its second threshold, times e^(-entropy) (default √ε)")
     parser.add_argument("--seed", type=int, help="the same seed, the same text (default 0)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer, at most (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
@@ -176,8 +177,9 @@ def check(args: argparse.Namespace) -> None:
     given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
     if args.mode is None:
         args.mode = "sample" if given_sampling or args.verify else "greedy"
-    if args.mode != "typical" and args.epsilon is not None:
-        raise ValueError("--epsilon is the threshold of --mode typical")
+    for name in ("epsilon", "delta"):
+        if args.mode != "typical" and getattr(args, name) is not None:
+            raise ValueError(f"--{name} is {'the' if name == 'epsilon' else 'a'} threshold of --mode typical")
     if args.mode == "greedy" and given_sampling:
         raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
     if args.verify and args.mode != "sample":

@@ -2,7 +2,16 @@
 
 import os
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon")  # --mode sample, typical
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "epsilon",
+    "delta",
+)  # --mode sample, typical
 LARGEST = (1 << 31) - 1
 
 

@@ -30,7 +30,8 @@ class Sampling:
     min_p: at least 0, below 1.
     repetition_penalty: 0.01 to 100; 1 is none.
     seed: a whole number of at most 62 bits.
-    epsilon: above 0, at most 1; threshold ε of typical acceptance, whose δ is √ε (arXiv 2401.10774 §2.3.1).
+    epsilon, delta: above 0, at most 1; thresholds ε and δ of typical acceptance: a token is accepted if its probability
+        is above min(ε, δ e^(-entropy)) (arXiv 2401.10774 §2.3.1). δ is √ε where it is None.
 
     Raises:
         ValueError: a value outside its range, or not a number.
@@ -43,10 +44,13 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     epsilon: float = 0.09
+    delta: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon", "delta"):
             value, whole = getattr(self, name), name in ("top_k", "seed")
+            if name == "delta" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
                 raise ValueError(f"{name} {value!r}: must be a {'whole ' if whole else ''}number")
         # NaN fails every comparison.
@@ -57,6 +61,7 @@ class Sampling:
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100 (1: off)"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0 and at most 1"),
+            ("delta", self.delta is None or 0 < self.delta <= 1, "above 0 and at most 1"),
             ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
         ):
             if not in_range:
@@ -171,7 +176,8 @@ class Noise:
 
 def _floats(s: Sampling) -> tuple[float, ...]:
     temperature = 0.0 if s.greedy else s.temperature
-    return temperature, s.top_p, s.min_p, s.repetition_penalty, s.epsilon, s.epsilon**0.5
+    delta = s.epsilon**0.5 if s.delta is None else s.delta
+    return temperature, s.top_p, s.min_p, s.repetition_penalty, s.epsilon, delta
 
 
 def _integers(s: Sampling) -> tuple[int, int]:

@@ -5,6 +5,8 @@ node, R rows of q, V vocabulary, Vq that of q.
 """
 
 import ast
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +143,13 @@ def chain(depth: int) -> Topology:
     return Topology(tuple((0,) * d for d in range(1, depth + 1)))
 
 
+def product(sizes: Sequence[int]) -> Topology:
+    """The dense tree whose nodes of depth d have the ``sizes[d]`` likeliest tokens as children: Σ_k Π_{i ≤ k} s_i nodes
+    and the root (Medusa, arXiv 2401.10774 §2.1.2)."""
+    levels = [itertools.product(*map(range, sizes[:depth])) for depth in range(1, len(sizes) + 1)]
+    return Topology(tuple(itertools.chain.from_iterable(levels)))
+
+
 class StaticTree:
     """A tree of fixed shape on a device; only the tokens change from step to step. ``parents``: of each node, −1 at the
     root (node 0); parents come before their children."""
@@ -218,8 +227,8 @@ def packed(mask: Tensor) -> Tensor:
 
 
 def read_tree(path: Path) -> Topology:
-    """Read a tree of at most ``MAX_NODES`` nodes: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``), or
-    nested tuples as text (vLLM's former ``speculative_token_tree``)."""
+    """Read a tree of at most ``MAX_NODES`` nodes: ``tree.json``, a list of rank paths (Medusa's ``medusa_choices``),
+    nested tuples as text (vLLM's former ``speculative_token_tree``), or ``{"product": [s_1, s_2, …]}``."""
     return _tree_in(path, read_content(path))
 
 
@@ -253,6 +262,8 @@ def read_content(path: Path) -> Any:
 
 
 def _tree_in(path: Path, content: Any) -> Topology:
+    if isinstance(content, dict) and "product" in content:
+        return _product(path, content["product"])
     paths = content.get("paths") if isinstance(content, dict) else content
     if isinstance(paths, list | tuple) and len(paths) >= MAX_NODES:
         raise ValueError(f"{path}: a tree of {len(paths) + 1} nodes; at most {MAX_NODES} can be verified in a step")
@@ -261,6 +272,14 @@ def _tree_in(path: Path, content: Any) -> Topology:
     ):
         raise ValueError(f"{path}: a tree is a list of rank paths such as [[0], [0, 0], [1]]")
     return _topology(path, paths)
+
+
+def _product(path: Path, sizes: Any) -> Topology:
+    if not isinstance(sizes, list | tuple) or not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"{path}: 'product' is a list of numbers of children by depth, such as [4, 2, 2]")
+    if (count := 1 + sum(itertools.accumulate(sizes, operator.mul))) > MAX_NODES:
+        raise ValueError(f"{path}: a tree of {count} nodes; at most {MAX_NODES} can be verified in a step")
+    return product(sizes)
 
 
 def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:

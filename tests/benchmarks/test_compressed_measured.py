@@ -36,6 +36,8 @@ def test_acceptance_by_kind_and_setting(run):
     for row in rows:
         assert 0 <= row["alpha"] <= 1 and len(row["by_depth"]) == 4
         assert row["interval"] is None or row["interval"][0] <= row["alpha"] <= row["interval"][1]
+        accepted, drafted = (sum(each) for each in zip(*row["accepted_by_text"], strict=True))
+        assert len(row["accepted_by_text"]) == 2 and row["alpha"] == pytest.approx(accepted / drafted, abs=1e-4)
 
 
 def test_speed_and_its_prediction(run):

@@ -172,6 +172,14 @@ def test_coverage_and_chains(found, folders, ssms, texts, name):
             of_depth = row["acceptance_by_depth"][k - 1]
             assert of_depth["share"] == pytest.approx(sum(right) / len(right), abs=1e-4)
             assert of_depth["interval"][0] <= of_depth["share"] <= of_depth["interval"][1]
+        for k, top in enumerate(row["top_k"], 1):
+            among = [
+                answer[root] in [token for token, _ in ssm.best([[*prompt, *answer[:root]]], k)[0]]
+                for prompt, answer in texts
+                for root in range(len(answer))
+            ]
+            assert top["share"] == pytest.approx(sum(among) / len(among), abs=1e-4)
+        assert k == 5 and row["top_k"][0]["share"] < row["top_k"][4]["share"]
 
 
 def test_sampling(found, ssms, texts):

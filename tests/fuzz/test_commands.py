@@ -49,7 +49,8 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--threads": NUMBERS, "--dtype": ("float8",), "--quantize": ("2bit",), "--device-map": ("tape",),
         "--tree": ("nowhere.json",), "--report": ("", ".", "README.md", "README.md/x"), "--prompts": ("nowhere.jsonl",),
         "--temperature": ("-1", "nan", "hot"), "--top-p": ("0", "2", "nan"), "--min-p": ("-1", "2", "nan"),
-        "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--target": ("",),
+        "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--delta": ("0.1",),
+        "--target": ("",),
         "--baseline": ("vllm",), "--decoder": ("fat",), "--show": ("-1", "x"), "--max-tokens": ("5",),
         "--num-speculative-tokens": ("5",), "--drafter": ("x",),
     }),
@@ -58,7 +59,7 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--dtype": ("float8",),
     }),
     "benchmarks.typical": (["ngram", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
-        "--epsilons": ("-1", "nan", "x"), "--prompts": ("nowhere.jsonl",),
+        "--epsilons": ("-1", "nan", "x"), "--deltas": ("-1", "nan", "x"), "--prompts": ("nowhere.jsonl",),
     }),
     "benchmarks.step_times": (["--target", "TARGET"], {
         "--nodes": NUMBERS, "--contexts": NUMBERS, "--batches": NUMBERS, "--threads": NUMBERS, "--shape": ("gpt9",),

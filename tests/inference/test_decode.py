@@ -740,6 +740,7 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, report_of):
     [
         ("--temperature 0.5 --mode greedy", "--temperature needs --mode sample"),
         ("--epsilon 0.1", "--epsilon is the threshold of --mode typical"),
+        ("--delta 0.1 --mode sample", "--delta is a threshold of --mode typical"),
         ("--mode sample --top-p 1.5", "top_p 1.5: must be above 0 and at most 1"),
         ("--mode typical --check-lossless", "--mode typical is lossy by design"),
         ("--mode greedy --verify coupled", "--verify coupled needs --mode sample"),

@@ -124,6 +124,7 @@ def test_generate(decoder, options, message):
         ("min_p", [float("nan"), -1e-300, 1, 1.0, False, None]),
         ("repetition_penalty", [float("nan"), float("inf"), 0, 1e-300, 1e-40, 1e40, 0.009, 101, True, None]),
         ("epsilon", [float("nan"), float("inf"), 0, True, None]),
+        ("delta", [float("nan"), float("inf"), 0, 1.1, True, "1"]),
         ("seed", [1 << 62, 1.0, True, None, -1]),
     ],
 )

@@ -111,7 +111,7 @@ def test_each_row_its_own_settings():
 def test_set_row_equals_fresh_settings():
     each = [
         Sampling(temperature=0.3, top_k=7, top_p=0.4, min_p=0.2, repetition_penalty=1.7, seed=1 << 61, epsilon=0.5),
-        Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40),
+        Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40, delta=0.75),
     ]
     fresh, refilled = Settings([*each, Sampling()], CPU), Settings([each[1], Sampling(min_p=0.9), each[0]], CPU)
     for row, sampling in enumerate([*each, Sampling()]):
@@ -119,7 +119,8 @@ def test_set_row_equals_fresh_settings():
     for settings in (refilled, refilled[0:3]):
         for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "epsilon", "delta"):
             assert torch.equal(getattr(settings, name), getattr(fresh, name)), name
-    assert fresh.temperature[1] == 0 and fresh.min_p[0] > 0 and fresh.delta[0] == pytest.approx(0.5**0.5)
+    assert fresh.temperature[1] == 0 and fresh.min_p[0] > 0
+    assert fresh.delta[0] == pytest.approx(0.5**0.5) and fresh.delta[1] == 0.75 and fresh.epsilon[1] == 1e-40
     assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2])
 
 

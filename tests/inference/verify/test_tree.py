@@ -1,6 +1,7 @@
 """Trees of ranks: node order, tree files, and invalid files."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -29,6 +30,16 @@ def test_read_tree(tmp_path, text):
     assert read_tree(tmp_path / "tree.json").paths == IN_ORDER
 
 
+def test_the_product_of_numbers_of_children(tmp_path):
+    """Σ_k Π_{i ≤ k} s_i nodes and the root; every node of a depth has as many children."""
+    (tmp_path / "tree.json").write_text('{"product": [3, 1, 2]}')
+    tree = read_tree(tmp_path / "tree.json")
+    assert tree.num_nodes == 1 + 3 + 3 * 1 + 3 * 1 * 2
+    children = Counter(path[:-1] for path in tree.paths)
+    assert children[()] == 3 and {children[path] for path in tree.paths if len(path) == 1} == {1}
+    assert {children[path] for path in tree.paths if len(path) == 2} == {2} and tree.max_depth == 3
+
+
 DEEP = 100_000
 NO_JSON = ["", "[[0], [0, 0]", "{[0]: 1}", "import os", "\x00"]
 NO_JSON += ["[" * DEEP, "[" * DEEP + "]" * DEEP, "(" * DEEP, "-" * DEEP + "1"]
@@ -43,7 +54,9 @@ INVALID = {
     "path [0, 0, 2, 1] has no parent; add [0, 0, 2]": ["[[0], [0, 0, 2, 1]]"],
     "a path is given twice": ["[[0], [1], [0]]"],
     "a tree of 100001 nodes; at most 4096": [str([[n] for n in range(100_000)])],
-    "a tree of 4097 nodes; at most 4096": [str([[n] for n in range(4096)])],
+    "a tree of 4097 nodes; at most 4096": [str([[n] for n in range(4096)]), '{"product": [4096]}'],
+    "'product' is a list of numbers of children": ['{"product": []}', '{"product": [2, 0]}', '{"product": "22"}'],
+    "a tree of 1111111111111 nodes": ['{"product": [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]}'],
 }
 
 

@@ -1,0 +1,241 @@
+"""The papers' claims, each a command: the published figure, our commands, our figures with intervals, and a verdict.
+
+    python benchmarks/claims.py --list                        # the claims, what each takes, and verdicts so far
+    python benchmarks/claims.py eagle-dynamic-tree            # run its commands; writes runs/claims/NAME.json
+    python benchmarks/claims.py eagle-dynamic-tree --small    # the same in seconds, on the bundled target: no verdict
+    python benchmarks/claims.py eagle-dynamic-tree --show     # its commands, to run by hand
+    python benchmarks/claims.py --table                       # all results as a Markdown table
+    python benchmarks/claims.py --keep                        # add what was run here to benchmarks/claims.json
+
+A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted if
+one lies below, and undecided otherwise: each verdict is one about the experiment that stands beside it, no more. A
+claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
+"""
+
+import argparse
+import datetime
+import difflib
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.common.files import check_folder, json_object, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS, KEPT = Path("runs/claims"), "benchmarks/claims.json"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandLine(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="claims to run, as --list has them")
+    parser.add_argument("--small", action="store_true", help="tiny versions, which show that the commands work")
+    parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--list", action="store_true", help="list all claims")
+    parser.add_argument("--table", action="store_true", help="print all results, kept ones and those of --out")
+    parser.add_argument("--keep", action="store_true", help=f"add the results in --out to {KEPT}")
+    parser.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help="of results and runs (%(default)s)")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: there is nothing to do, or two things at once; --out cannot be written.
+    """
+    if sum([bool(args.names), args.list, args.table, args.keep]) != 1:
+        raise ValueError("give the NAMEs of claims, or one of --list, --table and --keep")
+    if (args.small or args.show) and not args.names:
+        raise ValueError("--small and --show need the NAME of a claim")
+    check_folder("--out", args.out)
+
+
+if __name__ == "__main__":
+    before_imports(parser(), check)
+
+import torch
+
+from draftsmith.benchmarks.claim_figures import Figure
+from draftsmith.benchmarks.published import CLAIMS, Claim
+from draftsmith.benchmarks.tables import cell, print_table, table_of
+from draftsmith.inference.commands.terminal import console
+from draftsmith.models.artifact import device_name, versions
+
+BY_NAME = {claim.name: claim for claim in CLAIMS}
+AWAITS, IMPOSSIBLE, QUIET = "awaits a GPU", "not comparable", "not run here"
+
+
+def find(name: str) -> Claim:
+    """
+    Raises:
+        ValueError: there is no such claim.
+    """
+    if name not in BY_NAME:
+        close = difflib.get_close_matches(name, BY_NAME, n=1)
+        raise ValueError(f"no claim '{name}'" + (f"; did you mean {close[0]}?" if close else "; see --list"))
+    return BY_NAME[name]
+
+
+def commands_of(claim: Claim, small: bool, folder: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """A claim's commands, each with the path that it makes (empty: it is run in any case), and their fields. Paths are
+    relative to the project's folder, where commands run."""
+    own, shared = (os.path.relpath(folder / (name + "-small" * small), ROOT) for name in (claim.name, "shared"))
+    fields = {"out": own, "shared": shared}
+    for name, value in (claim.small if small else claim.full).items():
+        placed = value.replace("{shared}", shared) if isinstance(value, str) else value
+        fields[name] = placed
+    found: list[tuple[str, str]] = []
+    for command in (*(claim.first if small else ()), *claim.commands):
+        words = " ".join(command.format_map(fields).split())
+        made, separator, rest = words.partition(": ")
+        found.append((made, rest) if separator and " " not in made else ("", words))
+    return found, fields
+
+
+def run(claim: Claim, small: bool, folder: Path, ran: set[str]) -> dict[str, Any]:
+    """Run a claim's commands, but for those that other claims ``ran``, and judge what they write.
+
+    Raises:
+        ValueError: a command failed, or the claim has none for this machine.
+    """
+    if claim.read is None:
+        raise ValueError(f"{claim.name}: {claim.why_not or 'awaits a GPU; --show prints its commands'}")
+    commands, fields = commands_of(claim, small, folder)
+    own = ROOT / fields["out"]
+    own.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    write = claim.files
+    for made, command in commands:
+        if write and not made:  # the drafters are there by now
+            write(own, fields)
+            write = None
+        if command in ran or (made and (ROOT / made).exists()):
+            continue
+        console.print(command, style="bold", markup=False, soft_wrap=True)
+        ran.add(command)
+        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        if (code := subprocess.run(words, cwd=ROOT, check=False).returncode) != 0:
+            raise ValueError(f"{claim.name}: a command failed (exit code {code}): {command}")
+    figures = claim.read(ROOT / fields[claim.at])
+    return {
+        "name": claim.name,
+        "small": small,
+        "verdict": "none: a small run" if small else judge(figures),
+        "tested": claim.tested,
+        "figures": [vars(each) for each in figures],
+        "command": f"python benchmarks/claims.py {claim.name}" + " --small" * small,
+        "commands": [command for _, command in commands],
+        "seconds": round(time.monotonic() - began),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "versions": versions(),
+    }
+
+
+def judge(figures: Sequence[Figure]) -> str:
+    """The verdict on figures, from the intervals of those that have a bound."""
+    judged = [(each.interval, each.above) for each in figures if each.above is not None]
+    bounds = [(*interval, above) for interval, above in judged if interval is not None]
+    if len(bounds) < len(judged):
+        return f"{IMPOSSIBLE}: too few texts for an interval"
+    if any(high < above for _, high, above in bounds):
+        return "refuted"
+    return "confirmed" if all(low > above for low, _, above in bounds) else "undecided"
+
+
+# ---- results
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    path = ROOT / KEPT
+    return json_object(path, "results") if path.exists() else {}
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """By claim: the kept results, and, in their place, those of the folder; no small ones."""
+    found = [json_object(path, "result") for path in sorted(folder.glob("*.json"))]
+    return kept() | {each["name"]: each for each in found if not each["small"] and each["name"] in BY_NAME}
+
+
+def verdict_of(claim: Claim, result: dict[str, Any] | None) -> str:
+    if result is not None:
+        return str(result["verdict"])
+    if claim.why_not:
+        return f"{IMPOSSIBLE}: {claim.why_not}"
+    return AWAITS if claim.awaits else QUIET
+
+
+def figure_text(figure: dict[str, Any]) -> str:
+    bound = f" [judged: > {figure['above']:g}]" if figure["above"] is not None else ""
+    return f"{figure['what']}: {cell(figure['value'], figure['interval'], '.3f', ' to ')}{bound}"
+
+
+def print_result(result: dict[str, Any]) -> None:
+    table = table_of("figure", "value", "95 % interval", "judged")
+    for each in result["figures"]:
+        low_high = " to ".join(f"{bound:.3f}" for bound in each["interval"] or ()) or "–"
+        bound = "–" if each["above"] is None else f"> {each['above']:g}"
+        table.add_row(each["what"], cell(each["value"], form=".3f"), low_high, bound)
+    print_table(table, f"{result['name']}: {result['verdict']}")
+    if not result["small"]:
+        print(f"Tested: {result['tested']}.")
+
+
+def print_list(folder: Path) -> None:
+    found = results(folder)
+    table = table_of("claim", "minutes", "verdict, of our experiment alone", "paper", left=1)
+    for claim in CLAIMS:
+        minutes = f"{claim.minutes}{', alone' if claim.speed else ''}" if claim.minutes else "–"
+        table.add_row(claim.name, minutes, verdict_of(claim, found.get(claim.name)), claim.paper)
+    print_table(table)
+
+
+def print_markdown(folder: Path) -> None:
+    """One row for each claim: the paper's statement, what was tested, our judged figures, where and when, verdict."""
+    found = results(folder)
+    print("| claim, paper | published | tested here | ours (95 % interval) | machine, date | verdict |")
+    print("|---|---|---|---|---|---|")
+    for claim in CLAIMS:
+        result = found.get(claim.name)
+        ours = (
+            "; ".join(figure_text(each) for each in result["figures"] if each["above"] is not None) if result else "–"
+        )
+        where = f"{result['device']}, {result['date']}" if result else "–"
+        commands = "; ".join(f"`{command}`" for command in claim.commands) if claim.awaits else ""
+        if claim.read is not None:
+            commands = f"`python benchmarks/claims.py {claim.name}`"
+        tested = " ".join(filter(None, (claim.tested, commands))) or "–"
+        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where)
+        print("| " + " | ".join(each.replace("|", "\\|") for each in (*row, verdict_of(claim, result))) + " |")
+
+
+def main() -> None:
+    args = parser().parse_intermixed_args()
+    check(args)
+    claims, ran = [find(name) for name in args.names], set[str]()
+    if args.list:
+        print_list(args.out)
+    elif args.table:
+        print_markdown(args.out)
+    elif args.keep:
+        together = results(args.out)
+        write_json(ROOT / KEPT, {name: together[name] for name in BY_NAME if name in together})
+        console.print(f"wrote {KEPT}: {len(together)} results", markup=False)
+    for claim in claims:
+        if args.show:
+            print("\n".join(command for _, command in commands_of(claim, args.small, args.out)[0]) or claim.why_not)
+            continue
+        result = run(claim, args.small, args.out, ran)
+        print_result(result)
+        file = args.out / f"{claim.name}{'-small' * args.small}.json"
+        write_json(file, result)
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,170 @@
+"""The papers' claims: their commands at toy size by the real command, what is judged and how, and what is kept."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.benchmarks import claim_figures, claims
+from draftsmith.benchmarks.claim_figures import Figure, expected, nodes_of, paired, sparse
+from draftsmith.benchmarks.published import CLAIMS, SMOLLM2
+from draftsmith.inference.verify.tree import Topology, product
+
+pytestmark = pytest.mark.measurement
+
+ROOT = Path(__file__).parents[2]
+LONG = ("dynaspec-shortlist", "medusa-stages")  # two minutes on a busy core: they train in several processes
+RUN = [
+    pytest.param(claim, marks=pytest.mark.slow if claim.name in LONG else (), id=claim.name)
+    for claim in CLAIMS
+    if claim.read is not None
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all claims, so that those which share a drafter train it once."""
+    return tmp_path_factory.mktemp("claims")
+
+
+@pytest.mark.parametrize("claim", RUN)
+def test_the_small_version(run_main, folder, claim):
+    """Runs every command of the full version but for its sizes, and reads figures from what they write."""
+    code, out, err = run_main(claims.main, claim.name, "--small", "--out", folder, script="benchmarks/claims.py")
+    assert code == 0, err
+    result = json.loads((folder / f"{claim.name}-small.json").read_text())
+    assert result["small"] and result["verdict"] == "none: a small run" and result["seconds"] > 0
+    judged = [each for each in result["figures"] if each["above"] is not None]
+    assert judged and all(each["value"] is not None for each in judged)
+    assert all(each["what"] in out for each in result["figures"])
+    full = claims.commands_of(claim, False, folder)[0]
+    scripts = [shlex.split(command)[1] for _, command in full]
+    assert scripts == [shlex.split(command)[1] for command in result["commands"]][-len(scripts) :]
+    code, out, _ = run_main(claims.main, "--table", "--out", folder, script="benchmarks/claims.py")
+    assert code == 0 and "none: a small run" not in out
+
+
+def test_shared_commands_run_once(run_main, folder):
+    """Two claims of one measurement: in one call it is made once."""
+    names = ["specinfer-width", "specinfer-sampling"]
+    code, _, err = run_main(claims.main, *names, "--small", "--out", folder, script="benchmarks/claims.py")
+    assert code == 0 and err.count("python benchmarks/ensembles.py") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ([Figure("a", 2.0, (1.5, 2.5), 1.0)], "confirmed"),
+        ([Figure("a", 2.0, (1.0, 2.5), 1.0)], "undecided"),
+        ([Figure("a", 0.5, (0.2, 0.9), 1.0)], "refuted"),
+        ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", 0.0, (-1.0, 1.0), 0.0)], "undecided"),
+        ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5), 0.0)], "refuted"),
+        ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5))], "confirmed"),
+        ([Figure("a", 2.0, None, 1.0)], "not comparable: too few texts for an interval"),
+    ],
+)
+def test_verdicts(figures, verdict):
+    assert claims.judge(figures) == verdict
+
+
+def test_paired_figures():
+    """The interval is of the difference on the same texts: far narrower than those of texts which differ."""
+    one = [(3 * n + 3, n + 1) for n in range(20)]
+    other = [(2 * n + 2, n + 1) for n in range(20)]
+    figure = paired("τ", one, other, above=0)
+    assert figure.value == 1 and figure.interval == [1, 1] and paired("τ", one, other, 1, ratio=True).value == 1.5
+    torch.manual_seed(0)
+    noise = torch.randint(1, 9, (20,)).tolist()
+    figure = paired("τ", [(n + 2, 1) for n in noise], [(n, 1) for n in noise], above=0)
+    assert figure.interval == [2, 2]
+
+
+def test_trees_by_the_product_of_accuracies():
+    accuracy = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]]
+    paths = sparse(accuracy, 6)
+    assert paths == [[0], [0, 0], [1], [0, 1], [2]]
+    assert Topology(tuple(map(tuple, paths))).num_nodes == 6
+    assert sparse(accuracy, 100) == sparse(accuracy, 13) and len(sparse(accuracy, 13)) == 12, "all that there are"
+    assert nodes_of([3, 2]) == product([3, 2]).num_nodes == 10
+    assert expected([2, 2], accuracy) == pytest.approx(1 + 0.7 + 0.7 * 0.7)
+
+
+def test_every_claim_has_its_source_and_its_end():
+    """A claim is run, awaits a GPU, or says why it cannot be compared; the scope of what is run names the target."""
+    names = [claim.name for claim in CLAIMS]
+    assert len(set(names)) == len(names) >= 15
+    for claim in CLAIMS:
+        assert "arXiv" in claim.paper and claim.published
+        assert (claim.read is not None) + claim.awaits + bool(claim.why_not) == 1, claim.name
+        if claim.read is not None:
+            assert claim.minutes and (SMOLLM2 in claim.tested or "bundled target" in claim.tested), claim.name
+
+
+def test_kept_results_are_of_claims_and_judged_as_they_stand():
+    for name, result in claims.kept().items():
+        assert name in claims.BY_NAME and not result["small"]
+        figures = [Figure(**each) for each in result["figures"]]
+        assert result["verdict"] == claims.judge(figures), name
+        assert {"date", "device", "versions", "command", "commands", "tested"} <= {*result}
+        assert all("/tmp" not in command and "/root" not in command for command in result["commands"])
+
+
+def test_the_list_and_the_table(run_main, tmp_path):
+    """A result of the folder stands in place of the kept one; pages are Markdown with a row for each claim."""
+    result = {"name": "eagle-dynamic-tree", "small": False, "verdict": "undecided", "device": "a machine"}
+    result |= {"figures": [vars(Figure("τ | x", 1.0, (0.5, 1.5), 1.0))], "date": "2026-01-01"}
+    (tmp_path / "eagle-dynamic-tree.json").write_text(json.dumps(result))
+    code, out, _ = run_main(claims.main, "--list", "--out", tmp_path, script="benchmarks/claims.py")
+    assert code == 0 and all(claim.name in out for claim in CLAIMS)
+    code, out, _ = run_main(claims.main, "--table", "--out", tmp_path, script="benchmarks/claims.py")
+    rows = out.splitlines()
+    assert code == 0 and len(rows) == 2 + len(CLAIMS) and all(row.replace("\\|", "").count("|") == 7 for row in rows)
+    row = next(row for row in rows if "eagle-dynamic-tree" in row)
+    assert "τ \\| x: 1.000 (0.500 to 1.500) [judged: > 1]" in row and "a machine, 2026-01-01" in row
+    assert row.endswith("| undecided |")
+    assert any("magicdec-speed" in row and row.endswith("| awaits a GPU |") for row in rows)
+
+
+def test_results_are_kept(run_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "KEPT", str(tmp_path / "kept.json"))
+    (tmp_path / "out").mkdir()
+    for name, small in (("eagle-dynamic-tree", False), ("medusa-stages-small", True)):
+        result = {"name": name.removesuffix("-small"), "small": small, "verdict": "confirmed"}
+        (tmp_path / "out" / f"{name}.json").write_text(json.dumps(result))
+    code, _, err = run_main(claims.main, "--keep", "--out", tmp_path / "out", script="benchmarks/claims.py")
+    assert code == 0 and "1 results" in err
+    assert [*json.loads((tmp_path / "kept.json").read_text())] == ["eagle-dynamic-tree"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give the NAMEs of claims, or one of --list, --table and --keep"),
+        (["--list", "--table"], "give the NAMEs of claims, or one of"),
+        (["--list", "--small"], "--small and --show need the NAME of a claim"),
+        (["eagle-dynamic-tre"], "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
+        (["magicdec-speed"], "magicdec-speed: awaits a GPU; --show prints its commands"),
+        (["specinfer-sequences"], "specinfer-sequences: there is no decoder of separate sequences"),
+    ],
+)
+def test_bad_input(run_main, tmp_path, words, message):
+    code, _, err = run_main(claims.main, *words, "--out", tmp_path, script="benchmarks/claims.py")
+    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_a_command_that_fails_is_named(run_main, tmp_path):
+    (tmp_path / "medusa-stages-small").mkdir()
+    (tmp_path / "medusa-stages-small" / "prompts.jsonl").write_text("no row\n")
+    code, _, err = run_main(claims.main, "medusa-stages", "--small", "--out", tmp_path, script="benchmarks/claims.py")
+    assert code == 2 and "medusa-stages: a command failed (exit code 2): python benchmarks/medusa_stages.py" in err
+    assert not (tmp_path / "medusa-stages-small.json").exists()
+
+
+def test_figures_of_reports_without_intervals():
+    """Of texts too few for a bootstrap."""
+    row = {"speedup": 2.0, "interval": None}
+    assert claim_figures.apart("x", row, row | {"interval": [1.0, 3.0]}, "speedup", 0).interval is None
+    ends = {"speedup": 2.0, "interval": [1.5, 2.5]}
+    assert claim_figures.apart("x", ends, ends, "speedup", 0).interval == [-1.0, 1.0]
