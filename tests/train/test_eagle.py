@@ -292,7 +292,7 @@ def test_begin_with_an_imported_drafter(recipe, train, tiny_lm):
 
 def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
     """`init_from` takes an exported folder as it takes the run that was exported; one of another shape is refused."""
-    own = ["drafter.projection=own", "drafter.draft_vocab_size=40", "drafter.captured_layers=[1]"]
+    own = ["drafter.draft_vocab_size=40", "drafter.captured_layers=[1]"]
     first, served = train("to-publish", *FURTHER, *own), tmp_path / "served"
     export.export(export.open_source(str(first), "vllm"), "vllm", served)
     as_ours(str(served), str(tiny_lm))  # says so on stderr, once
@@ -302,7 +302,7 @@ def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
     assert json.loads((further / "provenance.json").read_text())["init_from"] == str(served)
     said = train.refused("from-published-2", *FURTHER, f"init_from={served}")
-    assert f"error: init_from={served}: its projection is 'own', the recipe's 'shared'; set drafter.projection" in said
+    assert f"error: init_from={served}: its draft_vocab_size is 40, the recipe's None; set drafter." in said
 
 
 @pytest.mark.parametrize(
