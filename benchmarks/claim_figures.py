@@ -58,17 +58,22 @@ def decoded(folder: Path) -> dict[str, Any]:
     return json_object(folder / "report.json", "report")
 
 
+def steps_of(report: dict[str, Any]) -> list[tuple[int, int]]:
+    """Committed tokens and steps of each prompt."""
+    return list(zip(report["per_prompt"]["committed_tokens"], report["per_prompt"]["steps"], strict=True))
+
+
 def tau_of(what: str, row: dict[str, Any]) -> Figure:
     return Figure(f"τ, {what}", row["mean_accepted_length"], row["mean_accepted_length_interval"])
 
 
 def compare_tau(first: tuple[str, Path], others: dict[str, Path]) -> list[Figure]:
-    """τ of decode.py's reports: the first's, judged to be above the second's, beside the others'."""
+    """τ of decode.py's reports: the first's, judged to be above each of the others'."""
     reports = {what: decoded(path) for what, path in (first, *others.items())}
-    best, judged = reports[first[0]], list[Figure]()
-    for number, what in enumerate(others):
-        rows = best["accepted_by_prompt"], reports[what]["accepted_by_prompt"]
-        judged.append(paired(f"τ, {first[0]} less {what}", *rows, above=None if number else 0))
+    judged = [
+        paired(f"τ, {first[0]} less {what}", steps_of(reports[first[0]]), steps_of(reports[what]), above=0)
+        for what in others
+    ]
     return [*judged, *(tau_of(what, report) for what, report in reports.items())]
 
 

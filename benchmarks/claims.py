@@ -7,14 +7,15 @@
     python benchmarks/claims.py --table                       # all results as a Markdown table
     python benchmarks/claims.py --keep                        # add what was run here to benchmarks/claims.json
 
-A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted if
-one lies below, and undecided otherwise: each verdict is one about the experiment that stands beside it, no more. A
-claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
+A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted for
+those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it, no more.
+A claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
 """
 
 import argparse
 import datetime
 import difflib
+import math
 import os
 import shlex
 import subprocess
@@ -139,13 +140,19 @@ def run(claim: Claim, small: bool, folder: Path, ran: set[str]) -> dict[str, Any
 
 def judge(figures: Sequence[Figure]) -> str:
     """The verdict on figures, from the intervals of those that have a bound."""
-    judged = [(each.interval, each.above) for each in figures if each.above is not None]
-    bounds = [(*interval, above) for interval, above in judged if interval is not None]
-    if len(bounds) < len(judged):
+    judged = [each for each in figures if each.above is not None]
+    if not all(each.interval for each in judged):
         return f"{IMPOSSIBLE}: too few texts for an interval"
-    if any(high < above for _, high, above in bounds):
-        return "refuted"
-    return "confirmed" if all(low > above for low, _, above in bounds) else "undecided"
+    found: dict[str, list[str]] = {}
+    for each in judged:
+        low, high = each.interval or (math.nan,) * 2
+        above = each.above or 0.0
+        found.setdefault("confirmed" if low > above else "refuted" if high < above else "undecided", []).append(
+            each.what
+        )
+    if "refuted" in found and len(found) > 1:  # the rest stands in the table
+        return f"refuted for {', '.join(found['refuted'])}"
+    return next(iter(found)) if len(found) == 1 else "undecided"
 
 
 # ---- results

@@ -122,8 +122,8 @@ CLAIMS = (
         f"{MEDUSA} §2.3.3",
         "an optimised sparse tree of 64 nodes accepts more than dense (Cartesian) trees of 256, drawn at random",
         f"Medusa-1 heads of {SMOLLM2} (models/smollm2-medusa), greedy, 32 prompts × 48 tokens; sparse by the paper's "
-        "product of accuracies, against the median, by expected τ, of all dense trees of 200 to 256 nodes; beside it, "
-        "not judged, against the best of them, which a random draw seldom is",
+        "product of accuracies, against the median, by expected τ, of all dense trees of 200 to 256 nodes, and against "
+        "the best of them, which a random draw seldom is",
         (PROMPTS, *(decoding(tree, tree) for tree in ("sparse", "median", "best"))),
         {"drafter": "models/smollm2-medusa", "nodes": 64, "dense": (200, 256), "tokens": 48, "sets": CHATS},
         {"drafter": "{shared}/heads", "nodes": 8, "dense": (12, 16), "tokens": 12, "sets": f"{MODULES} 6"},

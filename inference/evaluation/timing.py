@@ -451,7 +451,6 @@ def evaluate(
                 "tree_nodes": nodes,
                 "execution": execution,
                 **figures,
-                "accepted_by_prompt": [[sum(each.accepted), len(each.accepted)] for each in results],
                 **timed[name].summary(),
                 "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
                 "round_seconds": timed[name].by_round(timed[name].seconds),
