@@ -7,8 +7,8 @@
     python benchmarks/claims.py --table                       # all results as a Markdown table
     python benchmarks/claims.py --keep                        # add what was run here to benchmarks/claims.json
 
-A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted for
-those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it, no more.
+A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted
+for those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it.
 A claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
 """
 
