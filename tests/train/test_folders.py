@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from training_runs import Runs
 
 from draftsmith.train import checkpoint, folders, lm, medusa, run
@@ -331,7 +333,7 @@ def test_what_to_begin_with_is_checked_before_the_target_is_loaded(tmp_path, run
         (tmp_path / name).mkdir()
         if config is not None:
             (tmp_path / name / "config.json").write_text(json.dumps(config))
-            (tmp_path / name / "model.safetensors").touch()
+            save_file({"x": torch.zeros(1)}, tmp_path / name / "model.safetensors")
             (tmp_path / name / "tokenizer.json").touch()
         begun = f"init_from={tmp_path / name}"
         assert message in medusa_runs.refused("x", begun, "drafter.num_draft_heads=4", f"run.output_dir={tmp_path}")

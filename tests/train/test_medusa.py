@@ -232,7 +232,14 @@ def test_what_is_measured_while_training(train, monkeypatch):
     ranks[0, :2, 2] = torch.tensor([9, 5])
     ranks[1, :3, 2] = torch.tensor([4, 1, 0])
     asked = []
-    monkeypatch.setattr(medusa, "head_ranks", lambda target, heads, *rows: asked.append(rows) or ranks)
+
+    def given(target, heads, *rows):
+        asked.append(rows)
+        found = torch.full((*rows[0].shape, HEADS), -1)
+        found[: len(ranks), : ranks.shape[1]] = ranks
+        return found
+
+    monkeypatch.setattr(medusa, "head_ranks", given)
     folder = train("measured", "stages.0.steps=1")
     for head, (top_1, top_5) in enumerate([(1 / 4, 3 / 4), (1, 1), (1 / 5, 3 / 5)], 1):
         assert metrics(folder, f"head{head}_held_out_top1") == {1: pytest.approx(top_1)}
