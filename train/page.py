@@ -196,7 +196,10 @@ class TrainingPage:
         """Show the first held-out rows with the ranks ``[S, T, K]`` of their tokens from the next page on."""
         tokens, supervised = held_out["tokens"].cpu(), held_out["supervised"].cpu()
         rows = [row for row in range(len(ranks)) if supervised[row, 1:].any()][:TEXTS]
-        self.texts = [text_of_ranks(tokens[n], supervised[n], ranks[n].cpu(), tree, tokenizer) for n in rows]
+        try:
+            self.texts = [text_of_ranks(tokens[n], supervised[n], ranks[n].cpu(), tree, tokenizer) for n in rows]
+        except Exception as problem:  # must stop no training, as in write
+            console.print(f"  {NAME} keeps its texts ({first_line(problem)})")
 
     def write(self, state: str = "training", error: BaseException | None = None) -> None:
         """Write the page; where that fails, which must stop no training, the one before stays, and a line says why.
