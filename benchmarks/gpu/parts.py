@@ -73,7 +73,7 @@ PACKAGES = {
     "gguf": "SmolLM2 as the package index has it",
 }
 # Imported in functions that no part reaches.
-UNUSED = ("bitsandbytes", "datasets", "deepspeed", "flashinfer", "huggingface_hub", "wandb")
+UNUSED = ("bitsandbytes", "datasets", "deepspeed", "flashinfer", "huggingface_hub", "pyarrow", "wandb")
 
 REPORT = ("scipy", "matplotlib", "tokenizers")  # of decode.py and serving.py
 

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.measurement
 
 ROOT = Path(__file__).parents[2]
 LONG = ("dynaspec-shortlist", "medusa-stages")  # two minutes on a busy core: they train in several processes
+SHARED = ("specinfer-width", "specinfer-sampling")  # of one measurement
 RUN = [
-    pytest.param(claim, marks=pytest.mark.slow if claim.name in LONG else (), id=claim.name)
+    pytest.param((claim.name,), marks=pytest.mark.slow if claim.name in LONG else (), id=claim.name)
     for claim in CLAIMS
-    if claim.read is not None
+    if claim.read is not None and claim.name not in SHARED
 ]
 
 
@@ -29,28 +30,24 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("claims")
 
 
-@pytest.mark.parametrize("claim", RUN)
-def test_the_small_version(run_main, folder, claim):
-    """Runs every command of the full version but for its sizes, and reads figures from what they write."""
-    code, out, err = run_main(claims.main, claim.name, "--small", "--out", folder, script="benchmarks/claims.py")
+@pytest.mark.parametrize("names", [*RUN, pytest.param(SHARED, id="specinfer")])
+def test_the_small_version(run_main, folder, names):
+    """Runs every command of the full version but for its sizes, what claims share once, and reads figures from what
+    they write."""
+    code, out, err = run_main(claims.main, *names, "--small", "--out", folder, script="benchmarks/claims.py")
     assert code == 0, err
-    result = json.loads((folder / f"{claim.name}-small.json").read_text())
-    assert result["small"] and result["verdict"] == "none: a small run" and result["seconds"] > 0
-    judged = [each for each in result["figures"] if each["above"] is not None]
-    assert judged and all(each["value"] is not None for each in judged)
-    assert all(each["what"] in out for each in result["figures"])
-    full = claims.commands_of(claim, False, folder)[0]
-    scripts = [shlex.split(command)[1] for _, command in full]
-    assert scripts == [shlex.split(command)[1] for command in result["commands"]][-len(scripts) :]
+    assert names != SHARED or err.count("python benchmarks/ensembles.py") == 1, err
+    for name in names:
+        result = json.loads((folder / f"{name}-small.json").read_text())
+        assert result["small"] and result["verdict"] == "none: a small run" and result["seconds"] >= 0
+        judged = [each for each in result["figures"] if each["above"] is not None]
+        assert judged and all(each["value"] is not None for each in judged)
+        assert all(each["what"] in out for each in result["figures"])
+        full = claims.commands_of(claims.BY_NAME[name], False, folder)[0]
+        scripts = [shlex.split(command)[1] for _, command in full]
+        assert scripts == [shlex.split(command)[1] for command in result["commands"]][-len(scripts) :]
     code, out, _ = run_main(claims.main, "--table", "--out", folder, script="benchmarks/claims.py")
     assert code == 0 and "none: a small run" not in out
-
-
-def test_shared_commands_run_once(run_main, folder):
-    """Two claims of one measurement: in one call it is made once."""
-    names = ["specinfer-width", "specinfer-sampling"]
-    code, _, err = run_main(claims.main, *names, "--small", "--out", folder, script="benchmarks/claims.py")
-    assert code == 0 and err.count("python benchmarks/ensembles.py") == 1, err
 
 
 @pytest.mark.parametrize(
