@@ -158,13 +158,10 @@ def read_typical(out: Path) -> list[Figure]:
     what = f"τ, ε = {low['epsilon']:g} less ε = {high['epsilon']:g}"
     figures = [paired(what, low["accepted_by_prompt"], high["accepted_by_prompt"], above=0)]
     exact = {row["name"]: row for row in of["epsilon"] if not row["lossy"]}
-    for mode in ("sampling", "greedy"):
-        name = (
-            f"τ, ε = 0.09 less lossless {mode}" if mode == "sampling" else "τ, lossless greedy less lossless sampling"
-        )
-        one = exact["greedy"] if mode == "greedy" else next(row for row in rows if row["epsilon"] == 0.09)
-        rest = exact["sampling"]
-        figures.append(paired(name, one["accepted_by_prompt"], rest["accepted_by_prompt"], above=None))
+    middle, sampled = next(row for row in rows if row["epsilon"] == 0.09), exact["sampling"]
+    for what, row in {"ε = 0.09": middle, "lossless greedy": exact["greedy"]}.items():
+        both = row["accepted_by_prompt"], sampled["accepted_by_prompt"]
+        figures.append(paired(f"τ, {what} less lossless sampling", *both, above=None))
     for row in [exact["greedy"], *rows, *(row for row in of["delta"] if row["lossy"])]:
         figures.append(tau_of(row["name"], row))
         what = f"nats per token, {row['name']} less exact sampling"
@@ -239,13 +236,10 @@ def read_dynaspec(out: Path) -> list[Figure]:
     folders = sorted(path.parent for path in out.glob("*/report.json"))
     rows = {folder.name: decoded(folder) for folder in folders}
     own, whole = rows.pop("dynaspec"), rows.pop("whole")
-    figures = [
-        paired(f"τ, DynaSpec less {name}", own["accepted_by_prompt"], row["accepted_by_prompt"], above=0)
-        for name, row in rows.items()
-    ]
+    figures = [paired(f"τ, DynaSpec less {name}", steps_of(own), steps_of(row), above=0) for name, row in rows.items()]
     for name, row in {"dynaspec": own, **rows}.items():
-        share = row["accepted_by_prompt"], whole["accepted_by_prompt"]
-        figures.append(paired(f"share of the whole LM head's τ, {name}", *share, above=None, ratio=True))
+        what = f"share of the whole LM head's τ, {name}"
+        figures.append(paired(what, steps_of(row), steps_of(whole), above=None, ratio=True))
     return [*figures, *dropped(ROOT / own["drafter"])]
 
 

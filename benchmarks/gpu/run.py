@@ -120,7 +120,7 @@ def run_all(
     Args:
         wanted: names of the parts that were asked for, all if empty; of others only what these need is run.
         out: folder of the table and of the archive ``name``.tar.gz.
-        workers: parts that run at the same time, at most; but in a rehearsal only those that are not timed.
+        workers: parts that run at the same time, at most; outside a rehearsal a timed part runs alone.
 
     Raises:
         KeyboardInterrupt: asked to stop; the part that was running has no result.

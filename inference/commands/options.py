@@ -2,16 +2,8 @@
 
 import os
 
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "epsilon",
-    "delta",
-)  # --mode sample, typical
+# Of --mode sample and typical.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon", "delta")
 LARGEST = (1 << 31) - 1
 
 
