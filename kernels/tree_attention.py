@@ -462,6 +462,7 @@ def _tree_attention_kernel(
 
     The blocks of BLOCK_N keys divide a tile, so that the bits of a block of tree keys lie in one word.
     """
+    log2_scale, softcap = tl.cast(log2_scale, tl.float32), tl.cast(softcap, tl.float32)  # float64 in torch.compile
     item = tl.program_id(2)
     batch, parts = item, 1
     if PLANNED:

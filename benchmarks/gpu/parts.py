@@ -235,7 +235,7 @@ PARTS = (
         "smollm2", "SmolLM2-135M with the shipped drafters: output identical, CUDA graphs (speed-up: no goal)", 240,
         ("python -c \"import shutil, sys; shutil.copytree(*sys.argv[1:], dirs_exist_ok=True)\" models/smollm2-eagle3 "
          "{here}/eagle3",
-         "python data/prompts.py stdlib readmes --count 16 --prompt-tokens 96 --tokenizer models/smollm2 --out "
+         "python data/prompts.py stdlib --count 16 --prompt-tokens 96 --tokenizer models/smollm2 --out "
          "{here}/windows.jsonl",
          calibrate("{here}/eagle3 --prompts {here}/windows.jsonl", 20),  # the shipped tree is a CPU's
          f"python inference/decode.py models/smollm2-medusa ngram models/smollm2-medusa+ngram {{here}}/eagle3 "

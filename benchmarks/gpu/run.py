@@ -5,6 +5,7 @@
     python benchmarks/gpu/run.py --list             # bundles and parts: goal, time limit, commands
     python benchmarks/gpu/run.py --packages pip-list.txt     # which parts can run where `pip list` printed this
     python benchmarks/gpu/run.py --only kernels step         # some parts
+    python benchmarks/gpu/run.py --at-once 6 --minutes 8     # what fails at all, before minutes are spent on times
     python benchmarks/gpu/run.py --rehearsal        # toy sizes on a CPU; also: make gpu-rehearsal
 
 A part is one or more of the project's own commands, started as processes. A part that takes longer than its limit is
@@ -47,6 +48,7 @@ from draftsmith.common.command import CommandLine, available_cores, run_command
 from draftsmith.common.files import check_folder, locked, read_text, write_json, write_text
 
 REHEARSAL = 600  # seconds after which a part's rehearsal is killed
+SLOWER = 2  # times its limit that a part may take beside others
 UNTIMED = 3  # parts without times that run at once
 
 
@@ -58,6 +60,10 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--bundle", metavar="N", help=f"number or name of: {', '.join(BUNDLES)}")
     parser.add_argument("--minutes", type=float, default=25, help="budget (default 25; a bundle takes at most 9)")
     parser.add_argument("--again", action="store_true", help="run parts that have a result too")
+    at_once = (
+        "run up to N parts at a time, timed ones too: a trial of faults, whose times mean nothing and do not count"
+    )
+    parser.add_argument("--at-once", type=int, default=0, metavar="N", help=at_once)
     parser.add_argument("--rehearsal", action="store_true", help="toy sizes on a CPU, kernels interpreted")
     parser.add_argument("--list", action="store_true", help="print the bundles and parts, and run nothing")
     parser.add_argument("--packages", type=Path, metavar="FILE", help="of `pip list`: say which parts can run with it")
@@ -114,6 +120,7 @@ def run_all(
     out: Path | None = None,
     name: str = "gpu",
     workers: int = 1,
+    trial: bool = False,
 ) -> list[Result]:
     """Run the parts that have no result yet; write and return the results of all.
 
@@ -121,15 +128,18 @@ def run_all(
         wanted: names of the parts that were asked for, all if empty; of others only what these need is run.
         out: folder of the table and of the archive ``name``.tar.gz.
         workers: parts that run at the same time, at most; outside a rehearsal a timed part runs alone.
+        trial: timed parts run beside others, no goal is judged, and no result counts later.
 
     Raises:
         KeyboardInterrupt: asked to stop; the part that was running has no result.
     """
     deadline, installed = time.monotonic() + 60 * minutes, versions()
-    sources = {part.name: fingerprint(part, device, installed) for part in parts}
+    sources = {part.name: fingerprint(part, device, installed) + " trial" * trial for part in parts}
     found = {part.name: None if again else read_result(work, part, sources[part.name]) for part in parts}
     kept = {name: result for name, result in found.items() if result is not None}
     waiting = to_run(parts, wanted or list(found), kept, lambda part: gone(part, work, rehearsal))
+    if trial:  # what others wait for comes first
+        waiting = sorted(waiting, key=lambda part: -sum(part.name in other.after for other in waiting))
     results = {name: result for name, result in kept.items() if name not in [part.name for part in waiting]}
     for result in results.values():
         print(f"{result.part}: {result.result} already, {result.value}", flush=True)
@@ -177,7 +187,7 @@ def run_all(
             if lost := gone(needed, work, rehearsal):
                 return f"needs {lost[0].relative_to(work)} of {needed.name}, which is gone"
         left = deadline - time.monotonic()
-        short = left < part.limit / 2
+        short = left < part.limit / 2 and not trial
         return f"left out: {max(left, 0):.0f} s of the budget are left, it may take {part.limit} s" if short else ""
 
     cores = sorted(os.sched_getaffinity(0)) if rehearsal and workers > 1 and hasattr(os, "sched_setaffinity") else []
@@ -187,15 +197,16 @@ def run_all(
                 busy = {part.name for part in [*waiting, *running.values()]}
                 for part in [part for part in waiting if not busy & set(part.after)][: workers - len(running)]:
                     beside = [part, *running.values()]
-                    if len(beside) > 1 and not rehearsal and any(each.timed for each in beside):
+                    if len(beside) > 1 and not (rehearsal or trial) and any(each.timed for each in beside):
                         break
                     waiting.remove(part)
                     if why := reason(part):
                         end(part, "not run", Finding(why), 0.0)
                         break  # parts that wait for it
-                    limit = min(REHEARSAL if rehearsal else part.limit, deadline - time.monotonic())
+                    limit = REHEARSAL if rehearsal else part.limit * (SLOWER if trial else 1)
+                    limit = min(limit, deadline - time.monotonic())
                     print(f"{part.name}: {part.goal} (at most {limit:.0f} s)", flush=True)
-                    running[pool.submit(run_part, part, work, rehearsal, limit)] = part
+                    running[pool.submit(run_part, part, work, rehearsal, limit, judged=not trial)] = part
                 for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                     end(running.pop(future), *future.result())
         except BaseException:
@@ -239,7 +250,10 @@ def main() -> None:
     args = parser().parse_args()
     if not 0 < args.minutes <= 1440:
         raise ValueError(f"--minutes {args.minutes}: must be above 0 and at most 1440")
-    work = Path(os.path.abspath(args.work or Path("runs/gpu-rehearsal" if args.rehearsal else "runs/gpu")))
+    if args.at_once < 0 or (args.at_once and args.rehearsal):
+        raise ValueError("--at-once: a number of parts from 1 on, and not in a rehearsal")
+    name = "gpu-rehearsal" if args.rehearsal else "gpu-trial" if args.at_once else "gpu"
+    work = Path(os.path.abspath(args.work or Path("runs") / name))
     if args.packages:
         sys.exit(not say_packages(installed_in(read_text(args.packages))))
     # In the order of the bundles' value; what a bundle needs comes before it, once.
@@ -273,10 +287,11 @@ def main() -> None:
             wanted=wanted,
             out=out,
             name=name,
-            workers=min(available_cores(), 2) if args.rehearsal else UNTIMED,
+            workers=min(available_cores(), 2) if args.rehearsal else args.at_once or UNTIMED,
+            trial=bool(args.at_once),
         )
     print(f"\n{table_of(results)}\nwritten to {out / 'table.md'}")
-    if not args.rehearsal:
+    if not (args.rehearsal or args.at_once):
         print("Paste it into benchmarks/log/DATE.md and its figures into RESULTS.md; what passed leaves AWAITING.md.")
     if any(result.result == "fail" or (args.rehearsal and result.result != "pass") for result in results):
         sys.exit(1)

@@ -376,6 +376,17 @@ def test_a_part_that_is_killed_says_what_failed(tmp_path):
     assert "AssertionError: the reason" in (tmp_path / "x" / "log.txt").read_text()
 
 
+def test_a_trial_runs_timed_parts_side_by_side_and_counts_for_nothing(tmp_path):
+    """What others need first; a missed goal passes, a broken part does not."""
+    note = "import time; f = open('OUT/order', 'a'); f.write('+NAME '); f.flush(); time.sleep(1); f.write('-NAME ')"
+    slow = part("D", note.replace("NAME", "D"), after=("C",), judge=lambda out, rehearsal: Finding("too slow", False))
+    parts = [*(part(name, note.replace("NAME", name)) for name in "ABC"), slow, part("E", "raise SystemExit(1)")]
+    assert [one.result for one in run(tmp_path, *parts, workers=2, trial=True)] == ["pass"] * 4 + ["fail"]
+    order = (tmp_path / "order").read_text().split()
+    assert sorted(order[:2]) == ["+A", "+C"] and order.index("+B") > 2
+    assert run(tmp_path, slow)[0].result == "fail" and (tmp_path / "order").read_text().count("+D") == 2
+
+
 def test_only_what_is_not_timed_runs_side_by_side(tmp_path):
     note = "import time; f = open('OUT/order', 'a'); f.write('+NAME '); f.flush(); time.sleep(1); f.write('-NAME ')"
     parts = [part(name, note.replace("NAME", name), timed=name in "CD") for name in "ABCDEF"]

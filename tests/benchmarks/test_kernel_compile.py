@@ -204,3 +204,19 @@ def test_what_torch_compile_writes_of_a_kernel_runs(name, tmp_path, monkeypatch)
     written = getattr(importlib.import_module(f"written{name}"), name)
     constants = [each.name for each in written.params if each.is_constexpr]
     assert constants and constants == [e.name for e in getattr(tree_attention, name).params if e.is_constexpr]
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_kernels_in_torch_compile_take_float64_scalars(softcap):
+    """It gives Python's floats as float64; sums stay in float32."""
+    launches: list[Launch] = []
+    with intercepted(launches.append):
+        attention(16, 2, 2, softcap=softcap)
+    doubles = 0
+    for launch in launches:
+        options, signature, *rest = launch.pack()
+        double = {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}
+        doubles += double != signature
+        given = launch._replace(pack=lambda packed=(options, double, *rest): packed)
+        assert "f64" not in re.sub(r"tt\.func.*|arith\.truncf.*", "", given.compiled().asm["ttir"])
+    assert doubles == 1
