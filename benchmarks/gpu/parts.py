@@ -30,6 +30,7 @@ class Part:
         part cannot do without; those that their modules import are known (:mod:`draftsmith.benchmarks.gpu.closure`).
     after: parts that have to pass first.
     makes: files that parts after this one need; without them its result does not count there.
+    brings: of a part that passes, files that are copied to the table's folder: weights, which the archive leaves out.
     interpreted: the rehearsal runs under Triton's interpreter.
     files: of the checkout, that git does not keep.
     timed: what it measures is seconds, so that nothing else may run beside it.
@@ -44,6 +45,7 @@ class Part:
     uses: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
+    brings: tuple[str, ...] = ()
     interpreted: bool = False
     files: tuple[str, ...] = ()
     timed: bool = True
@@ -129,6 +131,7 @@ UNROLL = "python benchmarks/unroll.py --out {here}/unroll.json --steps 1 4 7"
 LONG, SHORT = "--max-new-tokens 128 --seconds", "--max-new-tokens 8 --seconds 0.1 --threads 1"
 TOY_SSMS = "--target {ssms}/tiny-target --max-new-tokens 4 --seconds 0.1 --device cpu --threads 1"
 TOY_KERNELS = "--heads 4 --kv-heads 2 --width 16 --dtype float32"
+WHOLE_TREE = "--tree models/smollm2-eagle3/tree.json --all-nodes"
 ONE_STREAM = "DRAFTSMITH_ONE_STREAM=1 "
 # Calibration may have written a dynamic tree, too; both kinds are decoded with.
 TREES = (
@@ -245,6 +248,27 @@ PARTS = (
          decode("ngram ngram:3-5 " + " ".join(f"draft_model:models/tiny-lm@{tree}" for tree in ("1", "2", "1,1")),
                 "/report", "--target models/tiny-lm --baseline engine", SHORT)),
         judges.judge_decode("smollm2", 5), (*REPORT, "triton", "gguf"), files=("models/smollm2", CHATS),
+    ),
+    Part(
+        "smollm2-eagle3", "EAGLE-3 for SmolLM2-135M trained on three times the texts, ten times as long: τ of the shipped "
+        "tree above the shipped drafter's", 500,
+        ("python train/distill.py recipes/smollm2-distill.yaml --restart run.output_dir={out}/models data.seeds=[] "
+         "data.written=24000 engine.batch_size=512",
+         "python train/eagle.py recipes/smollm2-eagle3.yaml --restart run.output_dir={out}/models stages.0.steps=800 "
+         "stages.0.batch.sequences=48 checkpoint.every=200 evaluate.every=200 'data.train=[{source: "
+         "data/smollm2-train.parquet}, {source: data/smollm2-train-2.parquet}, {source: "
+         "{out}/models/smollm2-distill/shard-*.jsonl, weight: 2}]'",
+         f"python inference/decode.py {{out}}/models/smollm2-eagle3 models/smollm2-eagle3 --prompts {CHATS} {WHOLE_TREE} "
+         "--check-lossless --baseline engine --max-new-tokens 128 --seconds 6 --report {here}/report"),
+        (train("distill", "smollm2-distill", "smollm2-distill", "--tiny"),
+         train("eagle", "tiny-eagle3", "smollm2-eagle3", "--tiny 'data.train=[{source: "
+               "{out}/models/smollm2-distill-tiny/shard-*.jsonl}]'"),
+         f"python inference/decode.py {{out}}/models/smollm2-eagle3-tiny {WHOLE_TREE} --prompts data/chats.jsonl "
+         f"--check-lossless --baseline engine --report {{here}}/report {SHORT}"),
+        judges.judge_retrained, (*REPORT, "triton", "gguf"), brings=("{out}/models/smollm2-eagle3/model.safetensors",
+        "{out}/models/smollm2-eagle3/config.json", "{out}/models/smollm2-eagle3/metrics.jsonl",
+        "{out}/models/smollm2-eagle3/provenance.json", "{out}/models/smollm2-eagle3/recipe.yaml"),
+        files=("models/smollm2", CHATS),
     ),
     Part(
         "kernel-bench", "tree attention ≥ 85 % of the bandwidth or ≥ 60 % of the matrix rate, whichever limits it, "
@@ -399,6 +423,7 @@ BUNDLES = {
     "budget": ("budget",),
     "magicdec": ("magicdec",),
     "smollm2": ("smollm2",),
+    "smollm2-eagle3": ("smollm2-eagle3",),
 }
 
 

@@ -101,10 +101,14 @@ def commands_of(part: Part, work: Path, rehearsal: bool) -> list[str]:
     return [filled(command, part, work, rehearsal) for command in (part.rehearsal if rehearsal else part.commands)]
 
 
+def places(names: tuple[str, ...], part: Part, work: Path, rehearsal: bool) -> list[Path]:
+    """The files that ``makes`` or ``brings`` of a part name."""
+    return [Path(filled(name, part, work, rehearsal)) for name in names]
+
+
 def gone(part: Part, work: Path, rehearsal: bool) -> list[Path]:
     """What the part has made, and is not there."""
-    made = [Path(filled(name, part, work, rehearsal)) for name in part.makes]
-    return [path for path in made if not path.is_file()]
+    return [path for path in places(part.makes, part, work, rehearsal) if not path.is_file()]
 
 
 def run_part(part: Part, work: Path, rehearsal: bool, limit: float, judged: bool = True) -> tuple[str, Finding, float]:

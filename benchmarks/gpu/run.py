@@ -26,6 +26,7 @@ that need a missing package are not run. In a rehearsal, packages that a part ha
 import argparse
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each fol
 from draftsmith.benchmarks.gpu.closure import ROOT, fingerprint, installed_in, needs_of, say_packages
 from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.parts import BUNDLE_SECONDS, BUNDLES, PACKAGES, PARTS, Part, with_needed
-from draftsmith.benchmarks.gpu.processes import REHEARSED, commands_of, gone, kill, mark_of, run_part
+from draftsmith.benchmarks.gpu.processes import REHEARSED, commands_of, gone, kill, mark_of, places, run_part
 from draftsmith.benchmarks.gpu.results import Result, pack, read_result, stored, table_of, versions
 from draftsmith.common.command import CommandLine, available_cores, run_command
 from draftsmith.common.files import check_folder, locked, read_text, write_json, write_text
@@ -163,6 +164,9 @@ def run_all(
             device,
             installed,
         )
+        if result == "pass" and not rehearsal:
+            for path in places(part.brings, part, work, rehearsal):
+                shutil.copy2(path, (out or work) / f"{part.name}-{path.name}")
         if result != "not run":  # which is no reason to lose an earlier result
             write_json(work / part.name / "result.json", asdict(results[part.name]))
         write()
