@@ -1,4 +1,5 @@
-"""The same Medusa heads by our engine and by the published code: equal tokens, equal accepted lengths.
+"""The same Medusa heads by our engine and by the published code: equal tokens, equal accepted lengths, and the speed of
+each.
 
     python tests/published_medusa.py DRAFTER --prompts P.jsonl --checkout FOLDER --python VENV/bin/python
 
@@ -14,7 +15,8 @@ then choose from the whole vocabulary, and our τ with the draft vocabulary is r
 
 Exit codes: 0 equal, 1 not equal, 2 wrong usage or bad input. Equal means: no token but near-ties (at most 0.1 % of
 them) differs, and the τ are within 0.5 % of each other. The last step of an answer is not counted, since the limit may
-cut it.
+cut it. Tokens per second count the prompt's pass, too; each decodes the first prompt twice and is not timed the first
+time.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -135,7 +138,8 @@ def run_published(checkout: Path, folder: Path) -> None:
     loaded = model.medusa_head.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in stored.items()), "heads did not load"
     model.tokenizer = Ids()
-    for prompt in request["prompts"]:
+    for prompt in [request["prompts"][0], *request["prompts"]]:  # the first time for warmth
+        began = time.perf_counter()
         tokens: list[int] = []
         steps: list[int] = []
         pieces = model.medusa_generate(
@@ -147,7 +151,8 @@ def run_published(checkout: Path, folder: Path) -> None:
             if len(tokens) >= request["limit"] or not set(request["stops"]).isdisjoint(new):
                 break
         end = next((place + 1 for place, token in enumerate(tokens) if token in request["stops"]), len(tokens))
-        print(json.dumps({"tokens": tokens[: min(end, request["limit"])], "steps": steps}), file=answers, flush=True)
+        answer = {"tokens": tokens[: min(end, request["limit"])], "steps": steps}
+        print(json.dumps(answer | {"seconds": time.perf_counter() - began}), file=answers, flush=True)
 
 
 # ---- the comparison
@@ -190,9 +195,13 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         drafters = {"ours": heads.of_all_tokens(), "ours with the draft vocabulary": heads}
     prompts = encode_prompts(read_prompts(args.prompts), target)[: args.count]
     results: dict[str, list[Generation]] = {}
+    seconds: dict[str, float] = {}
     for name, each in drafters.items():
         decoder = SpeculativeDecoder(target, MedusaDrafter(each, tree, target))
+        decoder.generate(prompts[:1], args.max_new_tokens, batch_size=1)
+        began = time.perf_counter()
         results[name] = decoder.generate(prompts, args.max_new_tokens, batch_size=1)
+        seconds[name] = time.perf_counter() - began
         print(f"{name}: decoded {len(prompts)} prompts", file=sys.stderr)
     ours = results["ours"]
 
@@ -220,14 +229,16 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         )
     if done.returncode:
         raise ValueError(f"the published code failed (exit code {done.returncode}); see its messages above")
-    theirs = [json.loads(line) for line in done.stdout.splitlines()]
+    theirs = [json.loads(line) for line in done.stdout.splitlines()][1:]
     tokens = [each["tokens"] for each in theirs]
     checked = check_texts(target, prompts, tokens, [each.tokens for each in ours])
     same = [place for place, each in enumerate(ours) if each.tokens == tokens[place]]
     # A step here is the root and what was accepted below it; of ours, that and the next root instead of its own.
     steps = [each["steps"][: len(mine.accepted)] for mine, each in zip(ours, theirs, strict=True)]
     tau = {name: mean_length([each.accepted for each in some]) for name, some in results.items()}
-    tau["published"] = mean_length(steps)
+    tau["published"], seconds["published"] = mean_length(steps), sum(each["seconds"] for each in theirs)
+    count = {name: sum(len(each.tokens) for each in some) for name, some in results.items()}
+    count["published"] = sum(map(len, tokens))
     difference = abs(tau["published"] / tau["ours"] - 1)
     return {
         "prompts": len(prompts),
@@ -237,6 +248,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "mismatches": checked.mismatches,
         "answers_with_equal_steps": sum(ours[place].accepted[:-1] == steps[place][:-1] for place in same),
         "mean_accepted_length": {name: round(value, 4) for name, value in tau.items()},
+        "tokens_per_second": {name: round(count[name] / seconds[name], 1) for name in seconds},
         "tree_nodes": tree.num_nodes,
         "equal": not checked.mismatches and checked.near_ties <= NEAR_TIES * checked.checked and difference <= TAU,
     }
