@@ -27,6 +27,7 @@ from draftsmith.kernels import (
     coupled,
     few_rows,
     gated,
+    grow,
     head_topk,
     pair_input,
     res_block,
@@ -212,6 +213,17 @@ def acceptance(nodes: int, dtype: torch.dtype = BF16) -> None:
     commit.commit(empty(32, 2, 1, 8, 2048, 128, dtype=dtype), of_row, empty(1, 6, dtype=INT), of_row)
 
 
+def _growth(k: int, depth: int, nodes: int) -> None:
+    """A level and the choice of a dynamic tree."""
+    most, runs = 1 + k + (depth - 1) * k * k, (depth - 1) * k
+    candidates = grow.Candidates(empty(1, most, dtype=INT), empty(1, most), empty(1, most, dtype=INT))
+    number, bits = empty(1, k, dtype=INT), empty(runs, -(-runs // 64), dtype=INT)
+    level = grow.Level(number, number, empty(1, k), bits[None, :k], number)
+    grow.grow_level(level, empty(1, k, k, dtype=INT), empty(1, k, k), candidates, 1 + k, bits[:k], k)
+    own_bits = empty(nodes, -(-nodes // 64), dtype=INT)
+    grow.select_tree(candidates, empty(most, dtype=torch.int32), own_bits, depth)
+
+
 def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:
     logits, child = empty(1, 64, 128256, dtype=BF16), empty(1, 64, draws, dtype=INT)
     q, uniforms, of_row = empty(1, 64, 128256) if with_q else None, empty(1, 64, draws), empty(1)
@@ -248,6 +260,7 @@ MAIN: dict[str, Callable[[], None]] = {
     "Medusa, 1 row": partial(_heads, 1),
     "Medusa, 64 rows": partial(_heads, 64),
     "acceptance": partial(acceptance, 64),
+    "dynamic tree of 60 nodes": partial(_growth, 10, 6, 60),
     "verification": partial(_verification, 10),
     "coupled sampling": partial(_coupled, 64, 1),
     "drafts under noise": partial(_coupled, 4, 10),

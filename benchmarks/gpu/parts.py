@@ -250,16 +250,16 @@ PARTS = (
         judges.judge_decode("smollm2", 5), (*REPORT, "triton", "gguf"), files=("models/smollm2", CHATS),
     ),
     Part(
-        "smollm2-eagle3", "EAGLE-3 for SmolLM2-135M trained on three times the texts, ten times as long: τ of the shipped "
-        "tree above the shipped drafter's", 500,
+        "smollm2-eagle3", "EAGLE-3 for SmolLM2-135M trained on three times the texts, ten times as long: τ of the "
+        "shipped tree above the shipped drafter's", 500,
         ("python train/distill.py recipes/smollm2-distill.yaml --restart run.output_dir={out}/models data.seeds=[] "
          "data.written=24000 engine.batch_size=512",
          "python train/eagle.py recipes/smollm2-eagle3.yaml --restart run.output_dir={out}/models stages.0.steps=800 "
          "stages.0.batch.sequences=48 checkpoint.every=200 evaluate.every=200 'data.train=[{source: "
          "data/smollm2-train.parquet}, {source: data/smollm2-train-2.parquet}, {source: "
          "{out}/models/smollm2-distill/shard-*.jsonl, weight: 2}]'",
-         f"python inference/decode.py {{out}}/models/smollm2-eagle3 models/smollm2-eagle3 --prompts {CHATS} {WHOLE_TREE} "
-         "--check-lossless --baseline engine --max-new-tokens 128 --seconds 6 --report {here}/report"),
+         f"python inference/decode.py {{out}}/models/smollm2-eagle3 models/smollm2-eagle3 --prompts {CHATS} "
+         f"{WHOLE_TREE} --check-lossless --baseline engine --max-new-tokens 128 --seconds 6 --report {{here}}/report"),
         (train("distill", "smollm2-distill", "smollm2-distill", "--tiny"),
          train("eagle", "tiny-eagle3", "smollm2-eagle3", "--tiny 'data.train=[{source: "
                "{out}/models/smollm2-distill-tiny/shard-*.jsonl}]'"),

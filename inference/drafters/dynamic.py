@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.verify.tree import MAX_NODES, TokenTree, read_content
+from draftsmith.kernels.grow import Candidates, Level, grow_level, select_tree
 
 
 @dataclass(frozen=True)
@@ -117,70 +118,42 @@ class DynamicTree:
     def __init__(self, shape: DynamicShape, rows: int, device: torch.device) -> None:
         self.shape = shape
         k, nodes = shape.top_k, shape.nodes
-        self.numbers = torch.arange(max(shape.candidates, nodes), device=device)
         # The depth of every candidate, [M].
         counts = torch.tensor([1, k, *[k * k] * (shape.depth - 1)], device=device)
-        self.depth = torch.arange(shape.depth + 1, dtype=torch.int32, device=device).repeat_interleave(counts)
+        levels = torch.arange(shape.depth + 1, dtype=torch.int32, device=device)
+        self.depth = levels.repeat_interleave(counts)
+        self.levels = levels[:, None, None].repeat(1, rows, k)  # of the nodes of each level
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self.bits = _own_bits(nodes, device)  # [N, W] of the tree's nodes
         self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
+        self.no_bits = torch.zeros(rows, 1, self.run_bits.shape[1], dtype=torch.int64, device=device)
+        self.root_values = self.zeros.float()
 
     def grow(self, state: State, root: Proposals, run: Callable[[Frontier], Proposals]) -> TokenTree:
         """Grow a tree after each row's root, from its proposals (n = 1): N nodes, or fewer if there are not so many
         candidates, without draws, with ``acceptance``; padding comes last. ``run`` is a forward pass of the next
         frontier (n = k), called D − 1 times, or less often if the step has a budget."""
         k, zeros, rows = self.shape.top_k, self.zeros, len(state.root)
-        tokens, values, parents = [state.root[:, None]], [zeros.float()], [zeros]
-        number, value, proposals, count = zeros, values[0], root, 1  # of the nodes just run; candidates so far
-        ancestors = self.run_bits[:1].expand(rows, -1, -1) & 0
-        budget = state.budget
+        tokens, parents = (zeros.new_empty(rows, self.shape.candidates) for _ in range(2))
+        candidates = Candidates(tokens, self.root_values.new_empty(tokens.shape), parents)
+        level = Level(state.root[:, None], zeros, self.root_values, self.no_bits, zeros)
+        proposals, count, budget = root, 1, state.budget  # candidates so far
         for depth in range(1, self.shape.depth + 1):
-            # Rounding must not give a child more than its parent has.
-            log_q = proposals.log_q.float().clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            tokens.append(proposals.tokens.flatten(1))
-            values.append((value[..., None] + log_q).flatten(1))  # [B, n · k]
-            parents.append(number[..., None].expand_as(log_q).flatten(1))
+            first = (depth - 1) * k
+            bits = self.run_bits[first : min(first + k, self.shape.runs)]
+            level = grow_level(level, proposals.tokens, proposals.log_q, candidates, count, bits, first)
+            count += proposals.tokens[0].numel()
             if depth == self.shape.depth:
                 break
             if budget is not None:
-                so_far = torch.cat(values, 1).exp()
-                if not budget.another_level(state.source, so_far, self.depth[None, : so_far.shape[1]]):
+                so_far = candidates.values[:, :count].exp()
+                if not budget.another_level(state.source, so_far, self.depth[None, :count]):
                     break
-            first, best = (depth - 1) * k, _descending(values[-1])[:, :k]
-            above = (best // k)[..., None]  # among the nodes just run
-            hidden = proposals.hidden.gather(1, above.expand(-1, -1, proposals.hidden.shape[2]))
-            ancestors = ancestors.gather(1, above.expand(-1, -1, ancestors.shape[2]))
-            ancestors = ancestors | self.run_bits[first : first + k]
-            number, value = best + count, values[-1].gather(1, best)
-            count += values[-1].shape[1]
-            depths = self.depth[number]
-            proposals = run(Frontier(tokens[-1].gather(1, best), hidden, ancestors, depths, first))
-        return self._tree(torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1))
-
-    def _tree(self, tokens: Tensor, values: Tensor, parents: Tensor) -> TokenTree:
-        """The tree of the likeliest candidates: ``[B, M]`` each, the parents' numbers int64."""
-        candidates = tokens.shape[1]
-        order = _descending(values)[:, : self.shape.nodes]
-        # Padding, whose values are −∞, gets numbers beyond the candidates'.
-        kept = values.gather(1, order) > -torch.inf
-        key = torch.where(kept, order, candidates).sort(1).values
-        valid, chosen = key < candidates, key.clamp(max=candidates - 1)
-        parent = torch.where(valid, torch.searchsorted(key, parents.gather(1, chosen)), 0)
-        depth = torch.where(valid, self.depth[chosen], 1)
-        ancestors = self._ancestors(parent)
-        parent[:, 0].fill_(-1)
-        acceptance = torch.where(valid, values.gather(1, chosen).exp(), 0.0)
-        return TokenTree(tokens.gather(1, chosen), parent.int(), depth, ancestors, valid, acceptance=acceptance)
-
-    def _ancestors(self, parent: Tensor) -> Tensor:
-        """Bitsets ``[B, N, W]`` from parents ``[B, N]`` int64, the root being its own: in round i each node takes those
-        of its 2^i-th ancestor."""
-        rows, nodes = parent.shape
-        ancestors = self.bits[:nodes, : -(-nodes // 64)].expand(rows, -1, -1)
-        for _ in range(self.shape.depth.bit_length()):
-            ancestors = ancestors | ancestors.gather(1, parent[..., None].expand_as(ancestors))
-            parent = parent.gather(1, parent)
-        return ancestors
+            hidden = proposals.hidden.gather(1, level.above[..., None].expand(-1, -1, proposals.hidden.shape[2]))
+            proposals = run(Frontier(level.tokens, hidden, level.ancestors, self.levels[depth], first))
+        found = Candidates(*(each[:, :count] for each in candidates))
+        *tree, acceptance = select_tree(found, self.depth, self.bits[: min(self.shape.nodes, count)], self.shape.depth)
+        return TokenTree(*tree, acceptance=acceptance)
 
 
 def _own_bits(count: int, device: torch.device) -> Tensor:
@@ -189,8 +162,3 @@ def _own_bits(count: int, device: torch.device) -> Tensor:
     bits = torch.zeros(count, -(-count // 64), dtype=torch.int64, device=device)
     bits[numbers, numbers // 64] = torch.ones_like(numbers) << (numbers % 64)
     return bits
-
-
-def _descending(values: Tensor) -> Tensor:
-    """Order ``[B, M]`` from the highest value down, of equal ones the first number first."""
-    return values.sort(dim=1, descending=True, stable=True).indices

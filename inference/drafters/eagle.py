@@ -190,7 +190,8 @@ class EagleDrafter(Drafter):
         if self.shape is not None:
             noise = state.noise
             root = self._proposals(hidden, noise, 0)
-            return self.dynamic.grow(state, root, lambda nodes: self._run_frontier(nodes, before, noise))
+            after = before + 1
+            return self.dynamic.grow(state, root, lambda nodes: self._run_frontier(nodes, after, noise))
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
             if self.shortlists is not None:
@@ -248,13 +249,15 @@ class EagleDrafter(Drafter):
         if self.shortlists is not None:
             self.shortlists.choose(self.embed(tokens), hidden, depth)
 
-    def _run_frontier(self, nodes: Frontier, before: Tensor, noise: Noise | None) -> Proposals:
-        """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair."""
+    def _run_frontier(self, nodes: Frontier, after: Tensor, noise: Noise | None) -> Proposals:
+        """A forward pass of a dynamic tree's nodes, which are numbered after the root's pair. ``after``: ``[B]``, the
+        pairs up to it."""
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
-        level = Pass(nodes.first, count, count == 1, nodes.ancestors, nodes.depth - 1, self.key_depths[:, :total])
         depth = nodes.first // count + 1
+        below = self.dynamic.levels[depth - 1]  # the first level
+        level = Pass(nodes.first, count, count == 1, nodes.ancestors, below, self.key_depths[:, :total])
         self._choose(nodes.tokens, nodes.hidden, depth)
-        hidden = self._run(level, nodes.tokens, nodes.hidden, before + 1, fixed=False)
+        hidden = self._run(level, nodes.tokens, nodes.hidden, after, fixed=False)
         return self._proposals(hidden, noise, depth)
 
     def _proposals(self, hidden: Hidden, noise: Noise | None, depth: int) -> Proposals:

@@ -1,10 +1,13 @@
 """The kernels that a step launches: Triton's, and PyTorch's operations that are no views and no allocations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from launches import Launches
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -90,12 +93,20 @@ def ssm(target, tree):
 
 @pytest.mark.parametrize(
     ("drafter", "most", "tree"),
-    [(eagle, 12, (1, 1)), (eagle_of_some_tokens, 12, (2, 2)), (eagle_1, 12, (2, 2)), (ssm, 15, (2, 2))],
+    [
+        (eagle, 12, (1, 1)),
+        (eagle, 13, DynamicShape(2, 2, 6)),
+        (eagle_of_some_tokens, 12, (2, 2)),
+        (eagle_1, 12, (2, 2)),
+        (ssm, 15, (2, 2)),
+    ],
 )
 def test_launches_of_a_level(of_layers, folded, drafter, most, tree):
     """Of one more level of a tree, with the layer that is run, in forms that do what stands around them."""
     target = of_layers(1)
-    few, many = (step_launches(target, drafter(target, of)) for of in (tree, (*tree, 1)))
+    deeper = replace(tree, depth=tree.depth + 1) if isinstance(tree, DynamicShape) else (*tree, 1)
+    few, many = (step_launches(target, drafter(target, of)) for of in (tree, deeper))
+    print(f"launches of a step: {sum(few.values())}, {dict(few)}")
     level = {name: many[name] - few[name] for name in many if many[name] - few[name]}
     print(f"launches of a level: {sum(level.values())}")
     print(level)
