@@ -38,19 +38,12 @@ DAMAGES = ("transposed", "shifted-layers", "no-bias", "shifted-vocabulary")
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument(
-        "drafters", nargs="+", metavar="DRAFTER", help="EAGLE or Medusa folders, draft_model:PATH, ngram or ngram:2-4"
-    )
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="folders, draft_model:PATH, ngram or ngram:2-4")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
     parser.add_argument("--server", choices=tuple(SERVERS), default="vllm", help="the server (%(default)s)")
-    parser.add_argument(
-        "--environment",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the server's virtual environment; of llama.cpp the folder of its package's source, compiled in build/",
-    )
+    environment = "the server's virtual environment; of llama.cpp its package's source, compiled in build/"
+    parser.add_argument("--environment", type=Path, required=True, metavar="DIR", help=environment)
     parser.add_argument("--to", choices=("vllm", "speculators"), default="vllm", help="the format (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("served"), metavar="DIR", help="of the folders (%(default)s)")
     parser.add_argument(
