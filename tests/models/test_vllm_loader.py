@@ -40,7 +40,7 @@ from draftsmith.models import export
 from draftsmith.models.target import load_target
 
 ROOT, TARGET = Path(__file__).parents[2], "models/tiny-lm"
-PYTHON = Path(sys.executable) if importlib.util.find_spec("vllm") else ROOT / ".venv-serve/bin/python"
+PYTHON = Path(sys.executable) if importlib.util.find_spec("vllm") else ROOT / ".venv-serve-vllm/bin/python"
 FORMS = {
     "maps": ("eagle3", {}),
     "all-tokens": ("eagle3", {"size": None, "norm_before_residual": True}),
