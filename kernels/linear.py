@@ -192,7 +192,8 @@ def _same_bits_form(matrix: Tensor) -> str:
     """The form of steps of any number of rows; "blas" where the kernels cannot multiply with the matrix."""
     if matrix.stride(0) != 1 or torch.is_autocast_enabled(matrix.device.type):
         return "blas"
-    form = same_bits_form(*matrix.shape, matrix.dtype, multiprocessors(matrix.device))
+    inputs, outputs = matrix.shape
+    form = same_bits_form(inputs, outputs, matrix.dtype, multiprocessors(matrix.device))
     return "blas" if form is None else form.name
 
 

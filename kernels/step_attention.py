@@ -225,6 +225,8 @@ def _attend_same_bits(
     options = {"HEADS": heads, "GROUP": group, "WINDOW": window, "SOFTCAP": softcap is not None}
     options |= {"TILE": TILE, "SPAN": SPAN}
     before, path = (attention_tile(count, width, q.dtype, capped=softcap is not None) for count in (64, 16))
+    if q.dtype == torch.float32:
+        path["num_warps"] = 8  # its products hold many registers
     with torch.cuda.device_of(q):
         if parts:
             grid = (-(-queries * group // before["BLOCK_M"]), kv_heads, rows * parts)

@@ -84,8 +84,8 @@ def attend_both_ways(device, lengths, tree, reach, group, dtype=torch.float32, w
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("tree", "reach"), [(1, 1), (9, 1), (20, 4), (70, 70)])
 def test_attention(device, dtype, group, tree, reach):
-    """Three rows of other lengths, an empty one among them; chains, trees, a bush of several words."""
-    attend_both_ways(device, [0, 60, 131], tree, reach, group, dtype)
+    """Three rows of other lengths, an empty one among them; chains, trees, and for one row a bush of several words."""
+    attend_both_ways(device, [0, 60, 131] if tree < 64 else [60], tree, reach, group, dtype)
 
 
 @pytest.mark.parametrize("length", [TILE - 5, TILE, 2 * TILE - 3, 2 * TILE - 1, 2 * TILE, 511 + TILE, 1023 + TILE])
@@ -148,7 +148,7 @@ def test_products(device, dtype, inputs, outputs):
         assert torch.equal(added[:, 69:], alone)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"] if GPU else ["gemma2"])
 def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, on, family):
     """Random trees for each of two texts in a batch; each node's hidden state and logits, and the keys and values of
     its path, are those of decoding its path token by token, alone. On a GPU ten trees, in bfloat16."""
@@ -188,10 +188,10 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, 
 
 
 @pytest.mark.usefixtures("as_users_run_it")
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize("mode", ["greedy", "sample"] if GPU else ["greedy"])
 def test_texts(make_target, on, mode):
-    """Those of plain decoding to the last token, in a batch, by the target as its own drafter; on a GPU in bfloat16, where
-    logits tie often."""
+    """Those of plain decoding to the last token, in a batch, by the target as its own drafter; on a GPU in bfloat16,
+    where logits tie often."""
     target = on(make_target("llama"), torch.bfloat16 if GPU else torch.float32)
     rng = random.Random(5)
     prompts = [[rng.randrange(61) for _ in range(rng.randrange(1, 40))] for _ in range(20 if GPU else 3)]
