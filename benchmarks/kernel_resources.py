@@ -33,6 +33,7 @@ from draftsmith.kernels import (
     res_block,
     rotate_write,
     sampling,
+    step_attention,
     tree_attention,
     verify,
 )
@@ -42,11 +43,13 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90; a multipro
 # A kernel's tile whose side of so many rows is the left one of tl.dot. Warp groups multiply 64 rows or more (HGMMA).
 LEFT = {
     "_tree_attention_kernel": "BLOCK_M",
+    "_before_kernel": "BLOCK_M",
     "_few_rows_kernel": "BLOCK_N",
     "_block_topk_kernel": "BLOCK_M",
     "_res_block_kernel": "BLOCK_M",
 }
-WIDE = ("_tree_attention_kernel", "_merge_items_kernel")  # offsets may pass 2^31 elements
+# Offsets may pass 2^31 elements.
+WIDE = ("_tree_attention_kernel", "_merge_items_kernel", "_before_kernel", "_path_kernel")
 IN_PLACE = ("_commit_kernel", "_advance_kernel")  # an element is moved by one thread, so nothing is shared
 
 
@@ -141,20 +144,27 @@ def attention(
     softcap: float | None = None,
     last_merges: bool = False,
     slots: int = 2048,
+    same_bits: bool = False,
 ) -> None:
     q = empty(rows, queries, heads, width, dtype=dtype).transpose(1, 2)
     cache = empty(2, rows, kv_heads, slots, width, dtype=dtype)
     lengths, depth = empty(rows, dtype=INT), empty(rows, queries, dtype=torch.int32)
     ancestors = empty(rows, queries, -(-queries // 64), dtype=INT)
+    if same_bits:
+        keys = tree_attention.TreeKeys(lengths, ancestors, depth, depth, None, True)
+        step_attention.attend_tree(q, cache[0], cache[1], keys, 0.1, window, softcap)
+        return
     tree_attention.tree_attention_cached(
         q, cache[0], cache[1], lengths, ancestors, queries, 0.1, depth, depth, window, softcap, last_merges=last_merges
     )
 
 
-def products(rows: int, dtype: torch.dtype = BF16, bias: bool = False) -> None:
-    """Each block size that is measured on such a GPU."""
+def products(rows: int, dtype: torch.dtype = BF16, bias: bool = False, same_bits: bool = False) -> None:
+    """Each block size that is measured on such a GPU, or the one for any number of rows."""
     x, matrix = empty(rows, 4096, dtype=dtype), empty(4096, 4096, dtype=dtype).t()
     forms = few_rows.candidates(rows, 4096, 4096, dtype, PROCESSORS)
+    if same_bits:
+        forms = [form] if (form := few_rows.same_bits_form(4096, 4096, dtype, PROCESSORS)) else []
     for form in {one._replace(parts=0): one for one in forms}.values():
         parts = few_rows.few_rows_product(x, matrix, form)
     few_rows.sum_parts(parts, empty(rows, 4096, dtype=dtype), x[0] if bias else None)
@@ -255,6 +265,9 @@ MAIN: dict[str, Callable[[], None]] = {
     "folded products, 64 rows": partial(_folded, 64),
     "level, 1 node": partial(_level, 1),
     "level, 10 nodes": partial(_level, 10),
+    "same bits, 7B, 1 node": partial(attention, 1, 32, same_bits=True),
+    "same bits, 8B, 64 nodes": partial(attention, 64, 8, same_bits=True),
+    "same bits, products": partial(products, 1, same_bits=True),
     "layer, 1 node": partial(_layer, 1, 4),
     "layer, 64 nodes": partial(_layer, 64, 1),
     "Medusa, 1 row": partial(_heads, 1),
@@ -274,6 +287,12 @@ OTHERS: dict[str, Callable[[], None]] = {
     "attention, window, cap": partial(attention, 64, 8, window=512, softcap=30.0),
     "attention, D = 256": partial(attention, 64, 8, width=256, heads=16),
     "attention, D = 256, window, cap": partial(attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),
+    "same bits, D = 256, window, cap": partial(
+        attention, 64, 8, width=256, heads=16, window=512, softcap=30.0, same_bits=True
+    ),
+    "same bits, window, cap": partial(attention, 64, 8, window=512, softcap=30.0, same_bits=True),
+    "same bits, D = 256": partial(attention, 64, 8, width=256, heads=16, same_bits=True),
+    "same bits, float32": partial(attention, 16, 8, dtype=torch.float32, same_bits=True),
     "attention, float32, 16 nodes": partial(attention, 16, 8, dtype=torch.float32),
 }
 

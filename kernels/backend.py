@@ -6,6 +6,7 @@ folder take their plain PyTorch path. Unlike PyTorch's own operations, a Triton 
 callers enter ``torch.cuda.device_of(tensor)``.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -27,6 +28,9 @@ else:
     except ImportError:  # a CPU build of torch
         triton, tl = None, SimpleNamespace(constexpr=int)
 
+# Environment variable: if it is set, the bits of a row of a step, by Triton's kernels, depend neither on the number of
+# rows nor on where its keys lie: drafting then never changes a bit. Kernels take one tile for any number of rows.
+SAME_BITS = "DRAFTSMITH_SAME_BITS"
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
@@ -54,6 +58,11 @@ def why_not_triton(tensor: Tensor) -> str | None:
     if not tensor.is_cuda and not INTERPRETING:
         return f"the tensors are on {tensor.device}, and Triton needs CUDA (or TRITON_INTERPRET=1)"
     return None
+
+
+def same_bits() -> bool:
+    """Whether :data:`SAME_BITS` is set."""
+    return bool(os.environ.get(SAME_BITS))
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on sm_90
 class FewRowsForm(NamedTuple):
     """How a product is computed.
 
-    kernel: "vector" (one row) or "rows" (tensor cores).
+    kernel: "vector" (one row), "rows" (tensor cores), or "same": the tile of 64 rows for any number of them, in slices
+        of 64, so that the bits of a row do not depend on the others.
     outputs, inputs: the block sizes BLOCK_N and BLOCK_K.
     parts: S.
     """
@@ -60,7 +61,7 @@ class FewRowsForm(NamedTuple):
 def parse_form(name: str) -> FewRowsForm | None:
     """The form of this name; None if it is no form's."""
     found = re.fullmatch(
-        r"(vector|rows) ([0-9]{1,5})x([0-9]{1,5}) /([0-9]{1,2}), ([0-9]{1,2}) warps, ([0-9]{1,2}) stages", name
+        r"(vector|rows|same) ([0-9]{1,5})x([0-9]{1,5}) /([0-9]{1,2}), ([0-9]{1,2}) warps, ([0-9]{1,2}) stages", name
     )
     if found is None:
         return None
@@ -106,6 +107,12 @@ def candidates(rows: int, inputs: int, outputs: int, dtype: torch.dtype, multipr
             if parts == enough[0] or blocks * parts <= 8 * multiprocessors:
                 forms.append(FewRowsForm(kernel, block_n, block_k, parts, warps, stages))
     return forms
+
+
+def same_bits_form(inputs: int, outputs: int, dtype: torch.dtype, multiprocessors: int) -> FewRowsForm | None:
+    """The form for any number of rows of a step with a matrix ``[inputs, outputs]``; None for other dtypes."""
+    forms = candidates(MAX_ROWS, inputs, outputs, dtype, multiprocessors)
+    return forms[0]._replace(kernel="same") if forms else None
 
 
 def few_rows_reference(
@@ -296,7 +303,7 @@ def few_rows_product(
     """The parts of ``x matrix``; of one part also a layer's ``act(norm(x) matrix + bias)`` and ``out += factor · …``.
 
     Args:
-        x: ``[M, K]`` float32, float16 or bfloat16, M ≤ 64, or 1 for a "vector" form.
+        x: ``[M, K]`` float32, float16 or bfloat16, M ≤ 64, or 1 for a "vector" form, or any for a "same" form.
         matrix: ``[K, N]`` of the same dtype; the first stride is 1, as of ``nn.Linear.weight.t()``.
         form: one of :func:`candidates`.
         out: ``[S, M, N]``, written to if given, in any of these dtypes; the last stride is 1.
@@ -312,12 +319,16 @@ def few_rows_product(
     """
     (rows, inputs), outputs = x.shape, matrix.shape[1] // (2 if act else 1)
     assert matrix.shape[0] == inputs and matrix.dtype == x.dtype
-    assert rows <= (1 if form.kernel == "vector" else MAX_ROWS)
+    assert form.kernel == "same" or rows <= (1 if form.kernel == "vector" else MAX_ROWS)
     assert form.parts == 1 or (norm is None and bias is None and not act and not add)
     if out is None:
         assert not add
         out = x.new_empty((form.parts, rows, outputs), dtype=x.dtype if form.parts == 1 else torch.float32)
     assert out.shape == (form.parts, rows, outputs)
+    if rows > MAX_ROWS:
+        for some, place in zip(x.split(MAX_ROWS), out.split(MAX_ROWS, 1), strict=True):
+            few_rows_product(some, matrix, form, place, norm=norm, bias=bias, act=act, add=add, factor=factor)
+        return out
     if why_not_triton(x):
         residual = out.clone() if add else None
         options: dict[str, Any] = {"norm": norm, "bias": bias, "act": act, "residual": residual, "factor": factor}
@@ -338,7 +349,8 @@ def few_rows_product(
             )
         else:
             held, factor = (rows, factor) if add else (0, 1.0)
-            options |= {"BLOCK_M": next_power(rows, 16), "num_stages": form.num_stages}
+            block_m = MAX_ROWS if form.kernel == "same" else next_power(rows, 16)
+            options |= {"BLOCK_M": block_m, "num_stages": form.num_stages}
             _few_rows_kernel[grid](*tensors, rows, held, *sizes, eps, factor, *strides, **options)
     return out
 

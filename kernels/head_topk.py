@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import dense, jit, next_power, same_bits, tl, why_not_triton
 
 MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
@@ -214,7 +214,7 @@ def topk_tile(rows: int, dtype: torch.dtype) -> dict[str, int]:
     numbers of rows are enough: each more is another kernel to compile."""
     exact = dtype == torch.float32  # products without tensor cores
     return {
-        "BLOCK_M": 32 if exact or rows <= 32 else 64,
+        "BLOCK_M": 32 if exact or (rows <= 32 and not same_bits()) else 64,
         "BLOCK_V": 64 if exact else 128,
         "BLOCK_K": 32 if exact else 64,
         "num_warps": 4,

@@ -13,7 +13,8 @@ On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is m
 chosen. Only steps are measured, and smaller trees before larger ones (inference/engine/step.py): each row count takes
 seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`no_step`), or while a CUDA graph is
 captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
-(:func:`partial_product`), so these are measured separately.
+(:func:`partial_product`), so these are measured separately. With ``DRAFTSMITH_SAME_BITS`` nothing is measured: steps of
+any number of rows take one form for a matrix.
 
 Shape letters: M rows, N outputs, K inputs, S parts.
 """
@@ -28,8 +29,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import multiprocessors, why_not_triton
-from draftsmith.kernels.few_rows import MAX_ROWS, FewRowsForm, candidates, few_rows_product, parse_form, sum_parts
+from draftsmith.kernels.backend import multiprocessors, same_bits, why_not_triton
+from draftsmith.kernels.few_rows import (
+    MAX_ROWS,
+    FewRowsForm,
+    candidates,
+    few_rows_product,
+    parse_form,
+    same_bits_form,
+    sum_parts,
+)
 from draftsmith.kernels.measured import gpu_seconds, machine, read_measured, write_measured
 
 FILE = "linear.json"  # in the cache folder: what was measured on GPUs
@@ -174,7 +183,18 @@ def choose(rows: int, matrix: Tensor, partial: bool = False) -> str:
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
+    if same_bits() and not why_not_triton(matrix):
+        return "blas" if _no_step and rows > MAX_ROWS else _same_bits_form(matrix)
     return _choose_on_gpu(rows, matrix, partial) if matrix.is_cuda else "blas"
+
+
+def _same_bits_form(matrix: Tensor) -> str:
+    """The form of steps of any number of rows; "blas" where the kernels cannot multiply with the matrix."""
+    if matrix.stride(0) != 1 or torch.is_autocast_enabled(matrix.device.type):
+        return "blas"
+    inputs, outputs = matrix.shape
+    form = same_bits_form(inputs, outputs, matrix.dtype, multiprocessors(matrix.device))
+    return "blas" if form is None else form.name
 
 
 def _choose_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str:

@@ -16,7 +16,7 @@ Shape letters: B batch, Q queries, N tree nodes, T tree keys, W 64-bit words, I 
 heads, S cache slots seen, D head width, L the cached length of a row. Node i of a row is in slot L + i; its position
 is L + depth(i).
 """
-# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+# ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 import ctypes
 import math
@@ -38,6 +38,7 @@ from draftsmith.kernels.backend import (
     jit,
     multiprocessors,
     next_power,
+    same_bits,
     tl,
     traceable,
     triton,
@@ -94,6 +95,8 @@ class TreeKeys(NamedTuple):
     key_depth: ``[B, T]`` int32 of the tree keys, which are in slots L, L + 1, ….
     work: by window, for all layers of the pass; a layer whose window is missing computes its own. A plan may be made
         for longer prefixes and more tree keys (:class:`Plans`).
+    same_bits: a query's bits may depend on its keys by position alone (:mod:`draftsmith.kernels.step_attention`), which
+        needs no plan; no node is deeper than ``TILE``.
     """
 
     lengths: Tensor
@@ -101,6 +104,7 @@ class TreeKeys(NamedTuple):
     depth: Tensor
     key_depth: Tensor
     work: Mapping[int, Work] | None = None
+    same_bits: bool = False
 
 
 def tree_bias(
@@ -360,7 +364,7 @@ class Plans:
 
 
 @jit
-def _add_tile(q, cache, slot, stored, seen, sums, log2_scale, softcap, SOFTCAP: tl.constexpr, BLOCK_D: tl.constexpr):
+def add_tile(q, cache, slot, stored, seen, sums, log2_scale, softcap, SOFTCAP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add a tile of keys to the running softmax (base 2): its maximum, its sum, and the weighted values.
 
     cache: pointers to keys and values, strides of their slots, the head width. stored ``[BLOCK_N]``: slots that hold
@@ -507,7 +511,7 @@ def _tree_attention_kernel(
         seen = stored[None, :]
         if WINDOW:
             seen = seen & (slot[None, :] - length > own_depth[:, None] - WINDOW)
-        best, total, acc = _add_tile(
+        best, total, acc = add_tile(
             queries, cache, slot, stored, seen, (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
         )
     start = tl.maximum(start - prefix_tiles, 0) * (TILE // BLOCK_N)
@@ -524,7 +528,7 @@ def _tree_attention_kernel(
         if WINDOW:
             its_depth = tl.load(key_depth + batch * key_depth_batch + node, mask=stored, other=0)
             seen = seen & (own_depth[:, None] - its_depth[None, :] < WINDOW)
-        best, total, acc = _add_tile(
+        best, total, acc = add_tile(
             queries, cache, length + node, stored, seen, (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
         )
 
@@ -688,7 +692,7 @@ def _tile(
     """The measured tile of this shape, or that of :func:`attention_tile`."""
     of_head, key = queries * heads // kv_heads, _wide_key(rows, queries, heads, kv_heads, width, dtype)
     tile = attention_tile(of_head, width, dtype, rows * kv_heads, multiprocessors(device), capped)
-    name = None if key is None or capped else _wide.get((device, key))
+    name = None if key is None or capped or same_bits() else _wide.get((device, key))
     if name is None:
         return tile
     block_m, block_n, warps, stages = WIDE_TILES[name]
@@ -709,7 +713,7 @@ def _measure_tile(
     fails, or whose results are far from those of the first, is never chosen."""
     global _spent
     key = _wide_key(rows, queries, heads, kv_heads, width, dtype)
-    if key is None or (device, key) in _wide or not _may_measure(device):
+    if key is None or (device, key) in _wide or same_bits() or not _may_measure(device):
         return
     stored = read_measured(FILE, device).get(key)
     if stored in WIDE_TILES or _spent >= BUDGET:
@@ -912,14 +916,3 @@ def tree_attention_cached(
         if arrived is not None:
             return _tree_attention_cached(*arguments, arrived)  # the operator changes none of its arguments
     return _tree_attention_op(*arguments)
-
-
-def attend_tree(
-    q: Tensor, k: Tensor, v: Tensor, tree_keys: TreeKeys, scale: float, window: int = 0, softcap: float | None = None
-) -> Tensor:
-    """:func:`tree_attention_cached` of a forward pass's keys: ``q [B, Hq, Q, D]``, ``k, v [B, Hkv, S, D]``."""
-    lengths, ancestors, depth, key_depth, plans = tree_keys
-    work = None if plans is None else plans.get(window)
-    return tree_attention_cached(
-        q, k, v, lengths, ancestors, key_depth.shape[1], scale, depth, key_depth, window, softcap, work
-    )

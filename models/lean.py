@@ -29,7 +29,8 @@ from draftsmith.kernels.few_rows import candidates, few_rows_product
 from draftsmith.kernels.gated import ACTS, act_name, gated
 from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
-from draftsmith.kernels.tree_attention import TreeKeys, attend_tree, tree_attention
+from draftsmith.kernels.step_attention import attend_tree
+from draftsmith.kernels.tree_attention import TreeKeys, tree_attention
 
 if TYPE_CHECKING:  # it needs this module
     from draftsmith.models.lean_native import NativeLayers

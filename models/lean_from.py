@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.kernels import cpu
-from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.backend import same_bits, why_not_triton
 from draftsmith.kernels.tree_attention import TreeKeys, causal_bias, runs_kernel, tree_attention
 from draftsmith.models.lean import (
     Buffers,
@@ -181,6 +181,8 @@ def _make(target: Target) -> LeanDecoder:
     elif runs_kernel(inputs[0], 0):
         lean.not_fused = _why_not_fused(lean, inputs, target)
         lean.rows_differ = "products take forms that depend on the number of rows"
+        if same_bits():
+            lean.rows_differ = lean.not_fused or _why_rows_differ(lean, inputs, target)
     return lean
 
 
@@ -203,35 +205,67 @@ def _why_not_fused(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> s
     if not all(isinstance(layer.before_attention, RMSNorm) and can_fuse(layer) for layer in lean.layers):
         return "the kernels do not know its norms, MLP, attention or branches"
     count = inputs[0].shape[1]
-    tables, (places, chain, depth) = lean.tables(count), _chain(count, target.device)
-    starts = places.new_zeros(1)
     try:
         for number, layer in enumerate(lean.layers):
-            view, after = _view(target, number, count), layer.before_mlp
             # Of the first layer also the forms in which products do what stands around them, of many rows and of one.
             trials = [(count, None), (count, folding_forms(layer, count)), (1, folding_forms(layer, 1))]
             for many, forms in trials if number == 0 else trials[:1]:
-                x = inputs[number][0, :many].clone()
-                normed, place, level = torch.empty_like(x), places[:, :many], depth[:, :many]
-                run_fused_layer(
-                    layer,
-                    FusedBuffers(layer, 1, many, False, forms),
-                    x,
-                    None,
-                    normed,
-                    tables[layer.rope],
-                    place,
-                    place,
-                    view,
-                    TreeKeys(starts, chain[:, :many], level, level),
-                    weight_and_eps(after),
-                )
+                buffers = FusedBuffers(layer, 1, many, False, forms)
+                x, normed = _FusedLayer(lean, number, inputs[number], target).run(buffers, 0, many)
                 wanted = inputs[number + 1][0, :many]
                 _compare(x, wanted, f"its layer {number} by kernels")
-                _compare(normed, after(wanted), f"the norm after its layer {number} by kernels")
+                _compare(normed, layer.before_mlp(wanted), f"the norm after its layer {number} by kernels")
     except NotLean as reason:
         return str(reason)
     return ""
+
+
+class _FusedLayer:
+    """A layer by kernels, on an empty cache. ``inputs``: ``[1, T, d]``."""
+
+    def __init__(self, lean: LeanDecoder, number: int, inputs: Tensor, target: Target) -> None:
+        count = inputs.shape[1]
+        self.layer, self.inputs, self.view = lean.layers[number], inputs, _view(target, number, count)
+        self.table, self.chain = lean.tables(count)[self.layer.rope], _chain(count, target.device)
+
+    def run(self, buffers: FusedBuffers, first: int, many: int, alike: bool = False) -> tuple[Tensor, Tensor]:
+        """Its result for ``many`` tokens from ``first`` on, after those before, ``[many, d]``, and the norm of that.
+        ``alike``: as in a step with ``DRAFTSMITH_SAME_BITS``."""
+        own, (places, chain, depth) = slice(first, first + many), self.chain
+        x, place, level = self.inputs[0, own].clone(), places[:, own], depth[:, :many]
+        keys = TreeKeys(places.new_tensor([first]), chain[:, :many], level, level, None, alike)
+        normed, after = torch.empty_like(x), weight_and_eps(self.layer.before_mlp)
+        run_fused_layer(self.layer, buffers, x, None, normed, self.table, place, place, self.view, keys, after)
+        return x, normed
+
+
+def _why_rows_differ(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> str:
+    """Run a fused layer of each shape, and the LM head, on several rows and on rows alone: the reason why the bits of a
+    row are not the same, empty if they are. ``inputs``: of each layer and of the last norm, ``[1, T, d]``."""
+    count, shapes = inputs[0].shape[1], set[Any]()
+    for number, layer in enumerate(lean.layers):
+        shape = layer.qkv.shape, layer.gate_up.shape, layer.window
+        if shape in shapes:
+            continue
+        shapes.add(shape)
+        one, all_rows = (FusedBuffers(layer, 1, many, True) for many in (1, count))
+        if "blas" in one.forms:
+            return f"the kernels cannot multiply with the weights of its layer {number}"
+        fused = _FusedLayer(lean, number, inputs[number], target)
+        x, normed = fused.run(all_rows, 0, count, True)
+        for row in range(0, count, 5):
+            own, own_normed = fused.run(one, row, 1, True)
+            if not (torch.equal(x[row], own[0]) and torch.equal(normed[row], own_normed[0])):
+                return f"the bits of a row of its layer {number} depend on the other rows"
+    return _why_logits_differ(inputs[-1][0], target)
+
+
+def _why_logits_differ(hidden: Tensor, target: Target) -> str:
+    """The reason why the bits of a row of the LM head are not the same for ``hidden [T, d]`` and for each row alone;
+    empty if they are."""
+    if torch.equal(target.logits(hidden), torch.cat([target.logits(row[None]) for row in hidden])):
+        return ""
+    return "the bits of a row of its LM head depend on the other rows"
 
 
 def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> None:
@@ -263,9 +297,7 @@ def _make_native(lean: LeanDecoder, inputs: list[Tensor], target: Target) -> Non
         if shape not in shapes and not torch.equal(x, torch.cat([run(row, 1)[0] for row in range(count)])):
             reason = f"the bits of a row of its layer {number} depend on the other rows"
         shapes.add(shape)
-    hidden = inputs[-1][0]
-    if not torch.equal(target.logits(hidden), torch.cat([target.logits(row[None]) for row in hidden])):
-        reason = "the bits of a row of its LM head depend on the other rows"
+    reason = reason or _why_logits_differ(inputs[-1][0], target)
     lean.native, lean.not_fused, lean.rows_differ = NativeLayers(lean.layers, lean.norm), "", reason
 
 

@@ -159,7 +159,7 @@ def judge_switches(out: Path, rehearsal: bool) -> Finding:
     """What is off by default beside the default: one that is faster should be on."""
     folder, shown, met = out / "switches", [], []
     default = {row["nodes"]: row["median"] for row in rows_of(folder / "default.json")}
-    for name in ("pdl", "logits"):
+    for name in ("pdl", "logits", "same-bits"):
         for row in rows_of(folder / f"{name}.json"):
             ratio = row["median"] / default[row["nodes"]]
             shown.append(f"{name}, {row['nodes']} nodes: {ratio:.3f} × the default")
@@ -171,7 +171,7 @@ def judge_switches(out: Path, rehearsal: bool) -> Finding:
             ratio = ways["triton"]["median_us"] / shapes[shape]["triton"]["median_us"]
             shown.append(f"last program merges, {shape}: {ratio:.3f} ×")
             met.append(NOISE * ratio >= 1)
-    return Finding("; ".join(shown), all(met), missing="" if len(met) > 4 else "no attention was merged both ways")
+    return Finding("; ".join(shown), all(met), missing="" if len(met) > 3 * len(default) else "no merged attention")
 
 
 def judge_kernels(out: Path, rehearsal: bool) -> Finding:
@@ -293,9 +293,9 @@ def last(folder: Path, name: str) -> float:
     return next((float(line[name]) for line in reversed(lines) if name in line), float("nan"))
 
 
-def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
-    """The report of each drafter below a folder; the texts are the target's own. Raises ValueError: a text differs, or
-    with ``graphs`` steps ran outside CUDA graphs."""
+def reports_of(folder: Path, *, graphs: bool, exact: bool = False) -> list[dict[str, Any]]:
+    """The report of each drafter below a folder; the texts are the target's own. Raises ValueError: a text differs,
+    with ``graphs`` steps ran outside CUDA graphs, or with ``exact`` a row's bits depended on other rows."""
     reports = {json_object(path)["drafter"]: json_object(path) for path in folder.rglob("report.json")}
     for report in reports.values():
         name, lossless = drafter_name(report), report["lossless"]
@@ -303,6 +303,8 @@ def reports_of(folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
             raise ValueError(f"{name}: {lossless['mismatches']} mismatches in {lossless['checked']} tokens")
         if graphs and "cuda graph" not in report["execution"]:
             raise ValueError(f"{name}: steps ran {report['execution']}")
+        if exact and not lossless["bitwise"]:
+            raise ValueError(f"{name}: the bits of a row depended on other rows")
     return list(reports.values())
 
 
@@ -320,11 +322,11 @@ def told(report: dict[str, Any]) -> str:
     )
 
 
-def judge_decode(part: str, count: int, *, graphs: bool = True) -> Callable[[Path, bool], Finding]:
-    """Every report below the part's folder, of which there are ``count``: its own text, steps in CUDA graphs."""
+def judge_decode(part: str, count: int, *, graphs: bool = True, exact: bool = False) -> Callable[[Path, bool], Finding]:
+    """Every report below the part's folder, of which there are ``count``, as :func:`reports_of` checks them."""
 
     def judge(out: Path, rehearsal: bool) -> Finding:
-        reports = reports_of(out / part, graphs=graphs and not rehearsal)
+        reports = reports_of(out / part, graphs=graphs and not rehearsal, exact=exact)
         shown = [f"{drafter_name(report)}: {told(report)}" for report in reports]
         return Finding("; ".join(shown), missing=missing(len(reports), count))
 
@@ -461,8 +463,8 @@ def judge_shortlist(out: Path, rehearsal: bool) -> Finding:
                 what, share = judged_share(report, ours, below, name, SHORTLIST)
                 shown.append(f"{name}: {ours['median_us'] / ways['full head']['median_us']:.2f} × full")
                 shown[-1] += f", {share:.0%} of the {LIMITS[what]}" if share else ""
-    rows = [row for report in reports for row in report["rows"]]
-    medians = [{name: row[name] for name in ("way", "shape", "median_us")} for row in rows]
+    fields = ("way", "shape", "median_us")
+    medians = [{name: row[name] for name in fields} for report in reports for row in report["rows"]]
     return Finding("; ".join(shown), not below, {"medians": medians, "below": below}, lost)
 
 
@@ -491,13 +493,12 @@ def judge_dynaspec(out: Path, rehearsal: bool) -> Finding:
 
 def judge_training(out: Path, rehearsal: bool) -> Finding:
     report = json_object(out / "train-step" / "train.json")
-    results = report["results"]
     shown = [
         f"{r['stage']}: {r['of_matmul_rate']:.0%} of the matrix rate, {r['hours_per_70M_tokens']:.2f} h per 70 M tokens"
         + (f", {r['peak_memory_bytes'] / 1e9:.0f} GB" if r["peak_memory_bytes"] else "")
-        for r in results
+        for r in report["results"]
     ]
-    met = all(r["of_matmul_rate"] >= TRAINING[r["stage"]] for r in results)
+    met = all(r["of_matmul_rate"] >= TRAINING[r["stage"]] for r in report["results"])
     return Finding("; ".join(shown), met, missing=missing(len(shown), len(report["shape"]["stages"])))
 
 

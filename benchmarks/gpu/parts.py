@@ -152,7 +152,10 @@ MIDDLE = (
 SMALL = "'stages=[{name: all, max_length: 64, steps: 2, optim: {lr: 6e-4}, batch: {sequences: 2}}]'"
 # Half of the recipe's prompts and steps.
 HALF = "data.train.0.answers.prompts=1024 stages.0.steps=400 checkpoint.every=400 evaluate.every=200"
-SWITCHES = {"default": "", "pdl": "DRAFTSMITH_PDL=1 ", "logits": "DRAFTSMITH_WRITE_LOGITS=1 "}
+SAME_BITS = "DRAFTSMITH_SAME_BITS=1 "
+SWITCHES = {
+    "default": "", "pdl": "DRAFTSMITH_PDL=1 ", "logits": "DRAFTSMITH_WRITE_LOGITS=1 ", "same-bits": SAME_BITS
+}  # fmt: skip
 
 PARTS = (
     Part(
@@ -225,6 +228,13 @@ PARTS = (
         "decode", "output identical to plain greedy decoding, CUDA graphs (speed-up: unmeasured, no goal)", 120,
         (decode("{drafter}", "", "--baseline all", LONG, "30"),), (decode("{drafter}", "", "--baseline all", SHORT),),
         judges.judge_decode("decode", 1), (*REPORT, "triton"), ("medusa",),
+    ),
+    Part(
+        "same-bits", "with DRAFTSMITH_SAME_BITS output identical without near-ties, CUDA graphs (speed-up: unmeasured, "
+        "no goal)", 120,
+        (SAME_BITS + decode("{drafter}", "", "--baseline engine", LONG, "20"),),
+        (SAME_BITS + decode("{drafter}", "", "--baseline engine", SHORT),),
+        judges.judge_decode("same-bits", 1, exact=True), (*REPORT, "triton"), ("medusa",),
     ),
     Part(
         "draft-model", "output identical, CUDA graphs, alone and merged with n-grams", 90,
@@ -317,9 +327,10 @@ PARTS = (
         judges.judge_compile, ("triton",),
     ),
     Part(
-        "switches", "what is off by default (programmatic dependent launch, written logits, attention merged by its "
-        "last program) is not faster (by more than 2 %): else it has to be the default", 300,
-        (*(switch + step_times(name, "--graphs --shape llama3-8b --contexts 1024 --nodes 1 16")
+        "switches", "what is off by default (programmatic dependent launch, written logits, bits that drafting never "
+        "changes, attention merged by its last program) is not faster (by more than 2 %): else it has to be the "
+        "default", 400,
+        (*(switch + step_times(name, "--graphs --shape llama3-8b --contexts 1024 --nodes 1 16 64")
            for name, switch in SWITCHES.items()),
          kernel_times("attention", "attention --batches 1 8 --contexts 1024 16384 --nodes 8 16 --kv-heads 32")),
         (*(switch + toy_step(name) for name, switch in SWITCHES.items()),
@@ -416,6 +427,7 @@ BUNDLES = {
     "serving": ("serving",),
     "training": ("train-step", "compile"),
     "switches": ("switches",),
+    "same-bits": ("same-bits",),
     "dynaspec": ("dynaspec",),
     "ssm": ("ssm", "ssm-decode"),
     "streams": ("ssm-streams",),

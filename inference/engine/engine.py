@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
-from draftsmith.inference.engine.runner import engine_attention, find_lean
+from draftsmith.inference.engine.runner import check_same_bits, engine_attention, find_lean
 from draftsmith.inference.engine.step import (
     Clock,
     OnTree,
@@ -27,6 +27,7 @@ from draftsmith.inference.engine.step import (
 )
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
+from draftsmith.kernels.backend import same_bits
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
@@ -122,6 +123,8 @@ class SpeculativeDecoder:
         self.compiled, self.lean = compiled, lean
         if lean:
             find_lean(target, lean)
+        if same_bits():
+            check_same_bits(target, self.drafter.max_depth, lean, compiled)
         self._step: Step | None = None
 
     @property

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.backend import SAME_BITS, why_not_triton
+from draftsmith.kernels.step_attention import attend_tree
 from draftsmith.kernels.tree_attention import (
+    TILE,
     Plans,
     TreeKeys,
     Work,
     ancestor_mask,
-    attend_tree,
     attention_items,
     causal_ancestors,
     causal_bias,
@@ -92,6 +93,22 @@ def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
     return decoder
 
 
+def check_same_bits(target: Target, max_depth: int, lean: bool | None, compiled: bool) -> None:
+    """Check that drafting can leave each bit as it is, where ``DRAFTSMITH_SAME_BITS`` asks for it. ``max_depth``: of
+    the drafter's trees. Raises ValueError: it cannot."""
+    decoder = find_lean(target, lean)
+    reason = decoder if isinstance(decoder, str) else decoder.rows_differ
+    if compiled:
+        reason = "torch.compile's products depend on the number of rows"
+    elif not reason and isinstance(decoder, LeanDecoder) and decoder.native is None and max_depth > TILE:
+        reason = f"the drafter's trees are {max_depth} deep, and only {TILE} levels are possible"
+    if reason:
+        raise ValueError(
+            f"{SAME_BITS} is set, but a step's bits may depend on the drafts with target '{target.name}': {reason}; "
+            "unset it"
+        )
+
+
 class Runner:
     """A causal LM on a cache: forward passes of prompt chunks and of tree nodes. Logits are the model's own method.
 
@@ -138,7 +155,8 @@ class Runner:
     @property
     def bitwise(self) -> bool:
         """Whether the bits of a row of a step do not depend on the other rows."""
-        return self.kernel and self.lean is not None and not self.lean.rows_differ
+        eager = self.compiled is self.modules
+        return self.kernel and eager and self.lean is not None and not self.lean.rows_differ
 
     def forward_chunk(
         self, tokens: Tensor, start: int, captures: Sequence[int] = (), observer: Observer | None = None
@@ -202,8 +220,9 @@ class Runner:
         seen = cache.capacity if self.kernel or self.static else int(lengths.max()) + total
         biases, tree_keys = None, None
         if self.kernel:
-            work = self._work(plans or Plans(lengths), count, total, seen)
-            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work)
+            alike = self.bitwise and not self.on_cpu
+            work = None if alike else self._work(plans or Plans(lengths), count, total, seen)
+            tree_keys = TreeKeys(lengths, ancestors, depth, depth if key_depth is None else key_depth, work, alike)
         elif sees_all and not self.static and cache.rows == 1 and self.windows == {0}:
             biases = {0: None}
         else:

@@ -143,6 +143,9 @@ def test_goals_of_training_and_decoding(tmp_path, write):
         write("decode/x/report.json", report | wrong)
         with pytest.raises(ValueError, match=message):
             judge(tmp_path, False)
+    write("same-bits/report.json", report | {"lossless": {**report["lossless"], "bitwise": False}})
+    with pytest.raises(ValueError, match="the bits of a row depended on other rows"):
+        judges.judge_decode("same-bits", 1, exact=True)(tmp_path, False)
 
 
 def test_goals_of_ssms(tmp_path, write):

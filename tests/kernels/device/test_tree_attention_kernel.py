@@ -9,9 +9,9 @@ from cases import DTYPES, depths, random_parents, walk
 
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import tree_attention as kernel_module
+from draftsmith.kernels.step_attention import attend_tree
 from draftsmith.kernels.tree_attention import (
     TreeKeys,
-    attend_tree,
     attention_items,
     tree_attention_cached,
     tree_attention_cached_reference,
