@@ -34,17 +34,18 @@ class Sizes:
 def sizes_of(
     name: str, dtype: str = "auto", device: str = "cpu", quantize: str = "none", remote: bool = False
 ) -> Sizes | None:
-    """The sizes of a model as ``load_target`` would load it; None if its family runs only with its weights.
-    Raises FileNotFoundError, ValueError: there is no such model."""
-    folder = resolve_folder(name, weights=False)
+    """The sizes of a model as ``load_target`` would load it; None if only loading it can tell, or say what is wrong."""
     try:
+        folder = resolve_folder(name, weights=False)
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
             cache: Any = DynamicCache()  # made without the config, so that sliding layers keep every key
             model(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})
         stored = stored_dtype(folder)
-    except Exception:  # transformers raises many types; what is wrong is said when the model is loaded
+    except Exception:  # transformers raises many types
+        return None
+    if getattr(config, "quantization_config", None):
         return None
     count = sum(parameter.numel() for parameter in model.parameters())
     quantized, here = quantize != "none", int(count * BYTES.get(stored, 4.0))
