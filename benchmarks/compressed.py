@@ -2,16 +2,18 @@
 and speed over plain decoding by batch size and context length, beside what inference/planner.py predicts.
 
     python benchmarks/compressed.py acceptance models/smollm2 --contexts 2048 --entries 64 128 256 512
+    python benchmarks/compressed.py acceptance models/tiny-lm --contexts 2048 --drafters draft_model:DRAFT@1,1,1,1 int8
     python benchmarks/compressed.py speed models/tiny-lm --contexts 1024 3584 --batch-sizes 1 8 --entries 64 256
     python benchmarks/compressed.py selection models/tiny-lm --contexts 3584 --batch-sizes 1 8
 
-Texts are windows of held-out modules (code), of packages' descriptions (english), and passages: a passage of a window
-of descriptions, a third into it, is repeated at its end, up to its middle: only tokens far back say how it goes on.
+Texts are held-out windows as data/prompts.py cuts them: of modules (books), of packages' descriptions (manuals), and of
+the latter with a passage to continue or a value to find, of which only tokens far back say how it goes on.
 
 Every batch is prefilled once. Methods take turns to continue from there, over real steps of the engine. Times contain
 drafting, verification and later selections, not the prefill and the first selection. α is the share of drafted tokens,
-each after accepted ones, that the target accepts. Intervals of 95 % are over texts (acceptance) or over batches and
-rounds (speed).
+each after accepted ones, that the target accepts; memory_B, beside it, is what a drafting pass of B rows reads, weights
+and K/V, as a share of what a plain step of the target does. Intervals of 95 % are over texts (acceptance) or over
+batches and rounds (speed).
 """
 
 import argparse
@@ -24,7 +26,8 @@ from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.drafters.names import SELECTORS, check_names
 from draftsmith.models.stored import known_folder
 
-KINDS = ("code", "english", "passages")
+INT8 = "int8"
+KINDS = ("books", "manuals", "passages", "values")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,13 +35,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=["acceptance", "speed", "selection"], help="what to measure")
     parser.add_argument("target", help="as for decode.py --target")
     list_option(parser, "--contexts", [1024], "S")
-    list_option(parser, "--batch-sizes", [1], "B", "of speeds (%(default)s)")
+    list_option(parser, "--batch-sizes", [1], "B", "of speeds, and of shares of memory (%(default)s)")
     list_option(parser, "--entries", [64, 256], "K")
     parser.add_argument(
         "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
     )
     list_option(parser, "--drafts", [4], "N", "tokens a step (%(default)s)")
-    others = "others to compare speeds with, as for decode.py: draft models and ngram"
+    others = "others to compare with: draft models (of acceptance, chains) as for decode.py; ngram, for speeds; int8, "
+    others += "for acceptance: the target with 8-bit linear layers (bitsandbytes)"
     list_option(parser, "--drafters", [], "DRAFTER", others, str)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="(%(default)s)")
     parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
@@ -50,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     known_folder(args.target)
-    check_names(args.drafters, args.target)
+    check_names([name for name in args.drafters if name != INT8 or args.what != "acceptance"], args.target)
     check_options(args, "contexts", "batch_sizes", "entries", "drafts", "count", "new_tokens", "rounds")
     for option in ("contexts", "batch_sizes", "entries", "drafts"):
         check_once(f"--{option.replace('_', '-')}", getattr(args, option))
@@ -70,6 +74,7 @@ from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.compressed import APPENDED
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.costs import context_costs
 from draftsmith.inference.engine.protocol import PlainDrafter
@@ -78,18 +83,8 @@ from draftsmith.inference.engine.step import Step
 from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth, longest_context, windows
 from draftsmith.inference.planner import Setting, drafter_of, measure, predict
 from draftsmith.models.options import choose_device
+from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target, load_target
-
-PASSAGE = 160  # tokens of a passage, of which the text repeats half
-
-
-def texts_of(kind: str, target: Target, count: int, length: int) -> list[list[int]]:
-    """Texts of ``length`` tokens."""
-    texts = windows(target, "stdlib" if kind == "code" else "readmes", count, length)
-    if kind != "passages":
-        return texts
-    size = min(PASSAGE, length // 4)
-    return [[*text[: length - size // 2], *text[length // 3 : length // 3 + size // 2]] for text in texts]
 
 
 def settings_of(args: argparse.Namespace, context: int) -> list[Setting]:
@@ -97,23 +92,56 @@ def settings_of(args: argparse.Namespace, context: int) -> list[Setting]:
     return [Setting(selector, entries, drafts) for selector, entries, drafts in chosen if entries < context]
 
 
+def chain_of(target: Target, name: str, drafts: int) -> DraftModelDrafter:
+    """A draft model that drafts a chain."""
+    if name == INT8:
+        dtype = str(target.dtype).removeprefix("torch.")
+        model = load_target(target.name, device=str(target.device), dtype=dtype, quantize="8bit")
+        return DraftModelDrafter(model, target, (1,) * drafts)
+    drafter = load_drafter(name, target, all_nodes=True)[1]
+    if not isinstance(drafter, DraftModelDrafter) or drafter.num_nodes != drafter.max_depth + 1:
+        raise ValueError(f"--drafters {name}: α is of chains of one model; write draft_model:PATH@1,1,1")
+    return drafter
+
+
+def bytes_read(model: Target, rows: int, entries: int) -> int:
+    """Bytes that a pass of ``rows`` texts over so many entries of their caches reads: weights, but for embeddings that
+    are only looked up, and K/V."""
+    looked_up = model.embeddings.weight is not model.lm_head.weight
+    weights = [p for p in model.model.parameters() if not (looked_up and p is model.embeddings.weight)]
+    token = sum(kv_bytes(model.kv_shapes, model.dtype.itemsize))
+    return sum(p.numel() * p.element_size() for p in weights) + rows * entries * token
+
+
 def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], None]) -> list[dict[str, Any]]:
-    """α by kind, context and setting."""
+    """α by kind, context and method."""
+    chains = {name: chain_of(target, name, max(args.drafts)) for name in args.drafters}
     found: list[dict[str, Any]] = []
     for kind, context in itertools.product(args.kinds, args.contexts):
-        settings = settings_of(args, context)
-        counts: dict[Setting, list[list[list[int]]]] = {setting: [] for setting in settings}  # of each text, by depth
-        for text in texts_of(kind, target, args.count, context):
+        methods = [*settings_of(args, context + 1), *chains]  # all entries, too
+        counts: dict[Setting | str, list[list[list[int]]]] = {method: [] for method in methods}  # by text and depth
+        for text in windows(target, kind, args.count, context):
             batch = Prefilled(target, [text], args.new_tokens)
-            for setting in settings:
-                run = batch.run(batch.step(drafter_of(target, setting)))
-                counts[setting].append(by_depth(run.committed, setting.drafts))
+            for method in methods:
+                drafter = drafter_of(target, method) if isinstance(method, Setting) else chains[method]
+                with engine_attention(drafter.models):
+                    run = batch.run(batch.step(drafter))
+                counts[method].append(by_depth(run.committed, drafter.max_depth))
             advance()
-        for setting, of_texts in counts.items():
+        for method, of_texts in counts.items():
             drafted_accepted = torch.tensor(of_texts).sum(1)  # [texts, 2]
             columns = drafted_accepted.flip(1).t()
             total = torch.tensor(of_texts).sum(0)  # [depths, 2]
-            row = {"kind": kind, "context": context, **vars(setting), **with_interval(columns, name="alpha")}
+            if isinstance(method, Setting):
+                model, own = target, vars(method)
+            else:
+                model, held = chains[method].model, chains[method].entries
+                entries = None if held is None else min(held.selector.entries, context)
+                own = {"selector": method, "entries": entries, "drafts": chains[method].max_depth}
+            row = {"kind": kind, "context": context, **own, **with_interval(columns, name="alpha")}
+            for rows in args.batch_sizes:
+                share = bytes_read(model, rows, own["entries"] or context) / bytes_read(target, rows, context)
+                row[f"memory_{rows}"] = round(share, 4)
             row["accepted_by_text"] = columns.t().tolist()  # accepted and drafted tokens
             shares = [round(accepted / max(drafted, 1), 4) for drafted, accepted in total.tolist()]
             found.append(row | {"by_depth": shares})
@@ -130,7 +158,7 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
     for context in args.contexts:
         settings = settings_of(args, context)
         pairs = sorted({(each.selector, each.entries) for each in settings})
-        single, _ = measure(target, costs, texts_of(args.kinds[0], target, 2, context), pairs, 32)
+        single, _ = measure(target, costs, windows(target, args.kinds[0], 2, context), pairs, 32)
         for rows in args.batch_sizes:
             # Per token.
             seconds: dict[Setting | str, list[float]] = {each: [] for each in ("plain", *settings, *others)}
@@ -138,7 +166,7 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
             executions: dict[Setting | str, str] = {}
             for number in range(args.count):
                 kind = args.kinds[number % len(args.kinds)]
-                texts = texts_of(kind, target, (number + 1) * rows, context)[number * rows :]
+                texts = windows(target, kind, (number + 1) * rows, context)[number * rows :]
                 batch = Prefilled(target, texts, args.new_tokens)
                 steps: dict[Setting | str, Step] = {"plain": batch.plain}
                 steps |= {each: batch.step(drafter_of(target, each)) for each in settings}
@@ -180,7 +208,7 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
     """T_select: seconds of a selection of all rows, in plain steps of the batch."""
     found: list[dict[str, Any]] = []
     for context, rows in itertools.product(args.contexts, args.batch_sizes):
-        batch = Prefilled(target, texts_of("code", target, rows, context), args.new_tokens)
+        batch = Prefilled(target, windows(target, "books", rows, context), args.new_tokens)
         plain = min(run.seconds / run.steps for run in (batch.run(batch.plain) for _ in range(args.rounds)))
         for selector, entries in itertools.product(args.selectors, args.entries):
             if entries >= context:

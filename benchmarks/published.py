@@ -103,9 +103,9 @@ SSM_SMALL = {"sets": f"{MODULES} 6", "tokens": 12, "steps": 20, "long": 30, "bri
 ONE_FULL, ONE_SMALL = ({"folders": "{shared}/one", "widths": w} for w in ("1 2 3 4 5", "1 5"))
 BOOSTED = {"folders": "{shared}/boosted {shared}/one {shared}/long", "match": "--match 2"}
 ACCEPTANCE = (
-    "python benchmarks/compressed.py acceptance {target} --contexts {context} --entries {entries} "
-    "--selectors streamingllm snapkv topk --drafts 4 --count {count} --new-tokens {tokens} --threads 1 --out "
-    "{shared}/acceptance.json"
+    "python benchmarks/compressed.py acceptance {target} --contexts {context} --entries {entries} --kinds books "
+    "manuals passages --selectors streamingllm snapkv topk --drafts 4 --count {count} --new-tokens {tokens} --threads "
+    "1 --out {shared}/acceptance.json"
 )
 LONG_SMOLLM2 = {"target": "models/smollm2", "context": 2048, "entries": "128 512", "count": 8, "tokens": 48}
 LONG_TINY = {"target": "models/tiny-lm", "context": 96, "entries": "36 48", "count": 2, "tokens": 8}

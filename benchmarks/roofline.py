@@ -1,13 +1,14 @@
 """Nodes that the budget (inference/engine/budget.py) chooses by a calculated table of costs, and the expected speed: of
 targets of 7 and 8 billion parameters on an H200, with 1 to 128 texts of 1k to 64k tokens, and a drafter of one layer;
-and of the latter as its own drafter, over 512 cached tokens (inference/planner.py).
+and of the latter as its own drafter, over 512 cached tokens (inference/planner.py), beside what MagicDec publishes.
 
     python benchmarks/roofline.py --out roofline.json
 
 Nothing is measured. A step takes the least that its products, its attention and its launches can take
 (kernels/roofline.py); a drafter's pass likewise. A child's probability of being accepted depends on its rank alone
 (--ranks); the drafter runs the eight likeliest nodes of each level. Over 512 tokens a drafted token is accepted with a
-probability of 0.84 after 4k tokens and 0.79 after 100k, as MagicDec reports it (arXiv 2408.11049).
+probability of 0.84 after 4k tokens and 0.79 after 100k, as MagicDec reports it (arXiv 2408.11049). Of eight GPUs, as
+in its figures, each has an eighth of everything; what they exchange takes no time.
 """
 
 import argparse
@@ -43,16 +44,24 @@ if __name__ == "__main__":
     before_imports(parser(), check)
 
 import math
+import re
+from dataclasses import replace
 
 import torch
 
-from draftsmith.benchmarks.tables import picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import GREY, picture, print_table, table_of, write_report
+from draftsmith.common.files import json_object
 from draftsmith.inference.engine.budget import RETRY, Budget
 from draftsmith.inference.evaluation.prefilled import MOST
 from draftsmith.inference.planner import Setting, predict
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 
 H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes
+EIGHT = {"A100": Device(8 * 2.04e12, 8 * 312e12), "H100": Device(8 * 3.35e12, 8 * 989e12)}  # as specified
+# Llama-3.1-8B as its own drafter after 32,000 tokens, as the page of arXiv 2408.11049 has it: GPUs, texts, γ, speed-up.
+PUBLISHED = (("A100", 32, 3, 1.22), ("A100", 64, 3, 1.38), ("A100", 128, 4, 1.47), ("H100", 32, 3, 1.23),
+             ("H100", 64, 3, 1.43))  # fmt: skip
+MEASURED = Path(__file__).with_name("claims.json")
 BEAM = 8  # nodes of a level that the drafter runs, at most
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 ENTRIES = 512  # of a compressed cache
@@ -69,6 +78,7 @@ class Shape:
     width: int
     kv_width: int
     draft_rows: int
+    device: Device = H200
 
     @property
     def key_bytes(self) -> float:
@@ -91,7 +101,12 @@ class Shape:
         products = Work(2 * parameters, 2 * parameters * rows * nodes, per_layer * layers + around)
         # Scores, and weighted values.
         attention = Work(keys * self.key_bytes * layers / self.layers, 4 * keys * nodes * self.width * layers)
-        return H200.floor([products, attention])
+        return self.device.floor([products, attention])
+
+    def inflection(self, nodes: int) -> float:
+        """S*: the cached tokens whose K/V take as long to be read as the products of ``nodes`` verified tokens."""
+        products = nodes * 2 * self.parameters / self.device.matmul_rate
+        return products * self.device.bandwidth / self.key_bytes
 
 
 SHAPES = (
@@ -176,6 +191,39 @@ def plot(facts: dict[str, Any], path: Path) -> None:
             plt.gcf().colorbar(shown, ax=axis, label="expected speed over plain decoding (number: nodes)")
 
 
+def plot_itself(facts: dict[str, Any], path: Path) -> None:
+    """Self-speculation: expected speed-up by batch for each length, with published ones; measured ones of the bundled
+    target, from :data:`MEASURED`."""
+    with picture(path, 12, 4.6, 2, sharey=True) as (expected, measured):
+        for cached in LENGTHS:
+            cells = [each for each in facts["itself"] if each["cached"] == cached]
+            expected.plot([each["batch"] for each in cells], [each["speedup"] for each in cells], marker="o",
+                          label=f"{cached // 1024}k tokens")  # fmt: skip
+        for gpu, mark in (("A100", "x"), ("H100", "+")):
+            own = [each for each in facts["eight"] if each["gpus"] == gpu]
+            for name, style in (("speedup", ":"), ("published", "")):
+                points = [each["batch"] for each in own], [each[name] for each in own]
+                what = "predicted" if style else "published"
+                expected.plot(*points, mark + style, color="black", label=f"8 {gpu}, 32k: {what}")
+        star = facts["inflection"]
+        expected.set_title(f"Predicted: Llama-3.1-8B on an H200 (S* = {star:,.0f} tokens)")
+        found: dict[str, list[tuple[int, float, float, float]]] = {}
+        for each in json_object(MEASURED)["magicdec-batch"]["figures"]:
+            if cell := re.fullmatch(r"speed-up, (\d+) tokens, (\d+) rows", each["what"]):
+                low, high = (abs(bound - each["value"]) for bound in each["interval"])
+                found.setdefault(f"{int(cell[1]):,} tokens", []).append((int(cell[2]), each["value"], low, high))
+        for name, own in found.items():
+            rows, speedups, lows, highs = zip(*own, strict=True)
+            measured.errorbar(rows, speedups, (lows, highs), marker="o", capsize=3, label=name)
+        measured.set_title("Measured: bundled target (4 M), two cores, K = 256")
+        for axis in (expected, measured):
+            axis.axhline(1, color=GREY, linewidth=1)
+            axis.set(xscale="log", xlabel="texts in the batch", ylabel="speed over plain decoding")
+            axis.set_xticks(BATCHES, [str(rows) for rows in BATCHES])
+            axis.minorticks_off()
+            axis.legend(frameon=False, fontsize=8, ncols=2 if axis is expected else 1)
+
+
 def main() -> None:
     args = parser().parse_args()
     levels = levels_of(args.ranks, args.depth, args.nodes)
@@ -201,9 +249,18 @@ def main() -> None:
                 *(f"{by_rows[b]['nodes']} ({by_rows[b]['speedup']:.2f} ×)" if b in by_rows else "–" for b in BATCHES),
             )
         print_table(table, f"{name}: nodes, and expected speed over plain decoding; –: does not fit into the memory")
+    itself, eight = list(found.values())[-1], list[dict[str, Any]]()
+    table = table_of("eight GPUs", "texts", "γ predicted", "speed-up predicted", "γ published", "speed-up published")
+    for gpu, rows, drafts, speedup in PUBLISHED:
+        own = of_itself(replace(shape, device=EIGHT[gpu]), rows, 32_000)
+        eight.append(own | {"gpus": gpu, "published": speedup})
+        table.add_row(gpu, str(rows), str(own["levels"]), f"{own['speedup']:.2f}", str(drafts), f"{speedup:.2f}")
+    print_table(table, "Llama-3.1-8B as its own drafter after 32,000 tokens")
     if args.out:
         facts = {"ranks": args.ranks, "depth": args.depth, "nodes": args.nodes, "shapes": found}
         write_report(args.out, facts, plot)
+        own = args.out.with_name(f"{args.out.stem}-itself.json")
+        write_report(own, {"itself": itself, "eight": eight, "inflection": shape.inflection(4)}, plot_itself)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
     python data/prompts.py stdlib --split test --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl
     python data/prompts.py readmes --count 48 --prompt-tokens 96 --tokenizer models/tiny-lm --out P.jsonl    # English
+    python data/prompts.py books --count 8 --prompt-tokens 4096 --tokenizer models/smollm2 --out P.jsonl     # long
     python data/prompts.py human-eval writing questions chat --count 24 --out P.jsonl    # 24 of each, after make models
 
 Windows (stdlib, readmes, package:NAME) begin at the start of a line and have exactly --prompt-tokens tokens. They are
 spread over all modules of the split. Which modules these are depends on their names alone, so no training recipe has
-seen them.
+seen them. Long windows are cut from books (held-out modules, one after the other) and manuals (packages' descriptions).
+
+Look-up prompts are windows of manuals whose continuation stands far back: passages ends in the beginning of a passage
+from a third into the window; values in a question for a number that is stated in its middle.
 
 Evaluation prompts (human-eval, writing, questions, chat, rare) are chats from installed packages, each with its kind:
 code, writing, questions, chat or rare. With --tokenizer and --prompt-tokens, those with more tokens are left out.
@@ -19,6 +23,7 @@ import argparse
 import bisect
 import json
 import random
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -33,6 +38,9 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none
     from transformers import PreTrainedTokenizerBase
 
 _CHARACTERS = 8  # tokenized per token of a window; code has three to five
+WINDOWS = ("stdlib", "readmes", "books", "manuals", "passages", "values")
+_LOOKUPS = ("passages", "values")
+_PASSAGE = 300  # characters of a passage that are repeated
 _SPARSE = 2  # a gap of fewer characters per token counts as too small for another window
 
 
@@ -51,6 +59,7 @@ class _Module:
     text: str
     lines: list[int]  # where the lines not yet tried begin, in random order
     windows: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of those already cut, sorted
+    short: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of gaps with too few tokens
 
     def next_line(self, width: int) -> int | None:
         """The next line start before a free gap of ``width`` characters or more."""
@@ -60,10 +69,13 @@ class _Module:
                 return start
         return None
 
+    def free_until(self, start: int) -> int:
+        after = bisect.bisect(self.windows, (start, len(self.text)))
+        return self.windows[after][0] if after < len(self.windows) else len(self.text)
+
     def is_free(self, start: int, end: int) -> bool:
         after = bisect.bisect(self.windows, (start, len(self.text)))
-        clear_before = after == 0 or self.windows[after - 1][1] <= start
-        return clear_before and end <= (self.windows[after][0] if after < len(self.windows) else len(self.text))
+        return (after == 0 or self.windows[after - 1][1] <= start) and end <= self.free_until(start)
 
 
 def _line_starts(text: str) -> list[int]:
@@ -75,6 +87,24 @@ def _line_starts(text: str) -> list[int]:
     return starts
 
 
+def _lookup(kind: str, window: str, length: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]] | None:
+    """A window as a look-up prompt of ``length`` tokens, without its first ones; None if it cannot be made one."""
+    lines = f"{window}\n".splitlines(keepends=True)
+    if kind == "values":
+        end = "The access code is"
+        lines.insert(len(lines) // 2, f"{end} {zlib.crc32(window.encode()) % 10**5:05}.\n")
+    else:
+        passage = "".join(lines[len(lines) // 3 :])
+        end = passage[: min(_PASSAGE, len(window) // 8)].rpartition(" ")[0]
+    whole = "".join([*lines, end])
+    special = len(tokenizer("")["input_ids"])
+    ids = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"][special - length :]
+    text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+    found = list(tokenizer(text, verbose=False)["input_ids"])
+    fits = end.strip() and text.count(end) > 1 and whole.endswith(text) and len(found) == length
+    return (text, found) if fits else None
+
+
 def prompts(
     source: str, split: sources.Split, count: int, prompt_tokens: int, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> list[Prompt]:
@@ -82,10 +112,11 @@ def prompts(
 
     Every module gives one window before any gives a second one. A window whose text does not encode to the same tokens
     again (it ends inside a character, or its last token would merge with the next) is skipped. Special tokens that the
-    tokenizer adds are counted.
+    tokenizer adds are counted. ``source``: one of :data:`WINDOWS`, or ``package:NAME``.
     Raises ValueError: the split has fewer than ``count`` windows."""
     rng = random.Random(seed)
-    modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in sources.documents(source, split)]
+    documents = sources.documents("manuals" if source in _LOOKUPS else source, split)
+    modules = [_Module(d.path, d.text, _line_starts(d.text)) for d in documents]
     rng.shuffle(modules)
     for module in modules:
         rng.shuffle(module.lines)
@@ -101,13 +132,21 @@ def prompts(
         if not tried:
             break
         active = [module for module, _ in tried]
+        tried = [(m, start) for m, start in tried if not any(first <= start < end for first, end in m.short)]
+        if not tried:
+            continue
         chunks = [module.text[start : start + _CHARACTERS * length] for module, start in tried]
         cut = tokenizer(chunks, add_special_tokens=False, verbose=False)["input_ids"]
         texts = [str(tokenizer.decode(ids[:length], clean_up_tokenization_spaces=False)) for ids in cut]
         encoded = tokenizer(texts, verbose=False)["input_ids"]
         for (module, start), chunk, text, ids in zip(tried, chunks, texts, encoded, strict=True):
-            window = (start, start + len(text))
+            window, end = (start, start + len(text)), module.free_until(start)
+            if chunk.startswith(text) and window[1] + (len(ids) < prompt_tokens) > end:
+                module.short.append((start, end))
             whole = len(ids) == prompt_tokens and chunk.startswith(text)
+            if whole and source in _LOOKUPS:
+                made = _lookup(source, text, prompt_tokens, tokenizer)
+                whole, (text, ids) = made is not None, made or (text, ids)
             if whole and text not in seen and module.is_free(*window) and len(result) < count:
                 bisect.insort(module.windows, window)
                 seen.add(text)
@@ -169,8 +208,8 @@ def main() -> None:
     parser.add_argument(
         "source",
         nargs="+",
-        help="'stdlib', 'package:NAME', or 'readmes': installed packages' descriptions; or one or "
-        f"several evaluation sets: {', '.join(evaluation.NAMES)}",
+        help="'stdlib', 'package:NAME', 'readmes': installed packages' descriptions, 'books', 'manuals', 'passages' "
+        f"or 'values': long texts; or one or several evaluation sets: {', '.join(evaluation.NAMES)}",
     )
     parser.add_argument("--split", choices=get_args(sources.Split), help="of the windows' modules (default test)")
     parser.add_argument("--count", type=positive, default=48, help="how many prompts, of each set (default 48)")
@@ -198,8 +237,8 @@ def main() -> None:
     if len(names) > 1:
         parser.error("only evaluation sets can be given together; cut windows of one source at a time")
     (source,) = names
-    if source not in ("stdlib", "readmes") and not source.startswith("package:"):
-        known = "'stdlib', 'readmes', 'package:NAME', " + ", ".join(f"'{name}'" for name in evaluation.NAMES)
+    if source not in WINDOWS and not source.startswith("package:"):
+        known = ", ".join(f"'{name}'" for name in ("package:NAME", *WINDOWS, *evaluation.NAMES))
         parser.error(f"source '{source}' is none of {known}")
     if args.tokenizer is None:
         parser.error(f"--tokenizer is needed to cut windows of '{source}'; give the target")

@@ -21,6 +21,10 @@ Split = Literal["train", "validation", "test"]
 
 # Of "encodings", the files are tables of bytes.
 _SKIPPED = set("site-packages dist-packages test tests idle_test __pycache__ _vendor vendor encodings".split())
+# Long texts: held-out documents of these sources, one after the other, until a book has so many characters, above 8k
+# tokens. Of packages that every installation has.
+_BOOKS = {"books": ("stdlib", "package:sympy", "package:torch"), "manuals": ("readmes",)}
+_BOOK = 50_000
 _SHARED_LINES = 0.3  # a training file that shares this part of its lines with one held-out file counts as its copy
 
 
@@ -105,6 +109,16 @@ def _readmes() -> list[Document]:
     return [Document(path, text) for path, text in sorted(texts.items())]
 
 
+def _books(name: str) -> list[Document]:
+    """The long texts of :data:`_BOOKS`; what is left at the end belongs to the last one."""
+    texts = [""]
+    for document in (document for source in _BOOKS[name] for document in documents(source, "test")):
+        if len(texts[-1]) >= _BOOK:
+            texts.append("")
+        texts[-1] += document.text.strip("\n") + "\n\n"
+    return [Document(f"{name}/{number}", text) for number, text in enumerate(texts)]
+
+
 def _distinctive_lines(text: str) -> list[int]:
     """Hashes of the lines that are long enough to distinguish files."""
     return [hash(line) for line in {raw.strip() for raw in text.splitlines()} if len(line) >= 20]
@@ -131,11 +145,12 @@ def _is_copy(document: Document) -> bool:
 
 @cache
 def documents(source: str, split: Split = "train") -> tuple[Document, ...]:
-    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path. ``readmes`` has only a test
-    split: the installed packages' descriptions.
+    """The modules of a source (``stdlib`` or ``package:NAME``) in a split, sorted by path. Others have only a test
+    split: ``readmes``, the installed packages' descriptions; ``manuals``, these joined to long texts; ``books``, so
+    joined, the held-out modules of the standard library and of large packages.
     Raises FileNotFoundError: the package is not installed. ValueError: the split is empty."""
-    if source == "readmes":
-        chosen = _readmes() if split == "test" else []
+    if source == "readmes" or source in _BOOKS:
+        chosen = [] if split != "test" else _readmes() if source == "readmes" else _books(source)
     else:
         chosen = [d for d in _all_documents(source) if split_of(d.path) == split]
     if split == "train":

@@ -25,6 +25,7 @@ import argparse
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,7 @@ def main() -> None:
         import torch
 
         from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
+        from draftsmith.inference.commands.memory import check_memory, longest_text, target_name
         from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
@@ -266,6 +268,10 @@ def main() -> None:
         chat = target.tokenizer and target.tokenizer.chat_template and not args.raw
         return [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
 
+    asked = given or ([Prompt(args.prompt)] if args.prompt is not None else [])
+    if asked and (name := args.target or target_name(args.drafters)):
+        longest = partial(longest_text, name, asked, args.max_new_tokens)
+        check_memory(name, args.drafters, longest, min(args.batch_size, len(asked)), options)
     if args.plan:
         target, _ = load_drafter("none", target_name=args.target, **options)
         prompts = encode_prompts(given_to(target), target)

@@ -73,6 +73,7 @@ from rich.table import Table
 
 from draftsmith.common.files import json_object, write_json
 from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.memory import check_memory
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console, make_console
 from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
@@ -306,7 +307,7 @@ def make_plan(
         advance(1)
         for done, context in enumerate(contexts, 2):
             chosen = [prompt[:context] for prompt in prompts if len(prompt) >= context][:texts]
-            chosen = chosen or windows(target, "stdlib", texts, context)
+            chosen = chosen or windows(target, "books", texts, context)
             fewer = [each for each in settings if each[1] < context]
             found[context], prefills[context] = measure(target, costs, chosen, fewer, new_tokens)
             advance(done)
@@ -408,7 +409,10 @@ def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
     torch.set_num_threads(args.threads)
-    target = load_target(args.target, **target_arguments(args))
+    largest = [f"{selector}:{max(args.entries)}" for selector in args.selectors]
+    longest, options = max(args.contexts) + 2 * args.new_tokens, target_arguments(args)
+    check_memory(args.target, largest, lambda: longest, max(args.batch_sizes), options)
+    target = load_target(args.target, **options)
     if max(args.contexts) > longest_context(target, args.new_tokens):
         raise ValueError(
             f"--contexts {max(args.contexts)}: '{target.name}' has {target.context} positions, of which "

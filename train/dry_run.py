@@ -19,12 +19,12 @@ from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, TargetSec
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
+from draftsmith.models.sizes import BYTES
 from draftsmith.models.stored import resolve_folder
 from draftsmith.train import sharded
 from draftsmith.train.loop import with_precision
 from draftsmith.train.losses import LOGITS
 
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}
 console = make_console()
 
 

@@ -370,8 +370,8 @@ PARTS = (
     Part(
         "magicdec", "the target as its own drafter over a compressed cache, 1, 8 and 64 rows of 1,024 and 3,584 "
         "tokens: CUDA graphs; speed-up beside the planner's prediction: no goal", 170,
-        (COMPRESSED + " --contexts 1024 3584 --batch-sizes 1 8 64 --entries 256 --drafts 1 3 --kinds code --count 1",),
-        (COMPRESSED + " --contexts 48 --batch-sizes 1 2 --entries 40 --drafts 1 --kinds code --count 1 --rounds 1 "
+        (COMPRESSED + " --contexts 1024 3584 --batch-sizes 1 8 64 --entries 256 --drafts 1 3 --kinds books --count 1",),
+        (COMPRESSED + " --contexts 48 --batch-sizes 1 2 --entries 40 --drafts 1 --kinds books --count 1 --rounds 1 "
          "--new-tokens 8 --threads 1 --device cpu",),
         judges.judge_magicdec, (*REPORT, "triton"), ("target",),
     ),

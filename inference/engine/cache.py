@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.kernels.commit import commit
+from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
 
 
@@ -80,7 +81,7 @@ class KVCache(Cache):
 
     def __init__(self, target: Target, rows: int, capacity: int, positions: int | None = None) -> None:
         places, device, dtype = list(zip(target.kv_shapes, target.kv_devices, strict=True)), target.device, target.dtype
-        each = [2 * heads * capacity * width * dtype.itemsize for heads, width in target.kv_shapes]  # bytes of a row
+        each = [capacity * size for size in kv_bytes(target.kv_shapes, dtype.itemsize)]  # bytes of a row
         for place in {*target.kv_devices}:
             row = sum(size for size, other in zip(each, target.kv_devices, strict=True) if other == place)
             free = free_bytes(place)

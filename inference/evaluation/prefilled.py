@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.data import sources
+from draftsmith.data.prompts import prompts
 from draftsmith.inference.drafters.compressed import CompressedDrafter
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
@@ -86,19 +86,14 @@ def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]
 
 
 def windows(target: Target, source: str, count: int, length: int) -> list[list[int]]:
-    """Texts of ``length`` tokens: the held-out documents of a source one after the other, in their order.
+    """Texts of ``length`` tokens: held-out windows as data/prompts.py cuts them of a source.
 
     Raises:
         ValueError: there are fewer, or the target has no tokenizer.
     """
     if target.tokenizer is None:
         raise ValueError(f"target '{target.name}' has no tokenizer")
-    tokens: list[int] = []
-    for document in sources.documents(source, "test"):
-        tokens += target.tokenizer(document.text + "\n\n", add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= count * length:
-            return [tokens[number * length : (number + 1) * length] for number in range(count)]
-    raise ValueError(f"source '{source}' has {len(tokens) // length} texts of {length} tokens; {count} are needed")
+    return [prompt.tokens for prompt in prompts(source, "test", count, length, target.tokenizer, 0)]
 
 
 def longest_context(target: Target, new_tokens: int) -> int:

@@ -44,7 +44,14 @@ def test_the_roofline(run_main, tmp_path):
     out = tmp_path / "roofline.json"
     code, said, err = run_main(roofline.main, "--ranks", 0.6, 0.2, "--depth", 3, "--nodes", 15, "--out", out)
     assert code == 0 and "7B, 32 K/V heads: nodes" in said, err
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for picture in (out.with_suffix(".png"), tmp_path / "roofline-itself.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    itself = json.loads((tmp_path / "roofline-itself.json").read_text())
+    assert 2000 < itself["inflection"] < 2600  # 2 n P · BW / (F · K/V of a token), n = 4
+    for gpus in ("A100", "H100"):  # as published, faster the more texts
+        own = [each for each in itself["eight"] if each["gpus"] == gpus]
+        for name in ("speedup", "published"):
+            assert [each[name] for each in own] == sorted(each[name] for each in own)
     for name, cells in json.loads(out.read_text())["shapes"].items():
         shape = next(shape for shape in SHAPES if name.startswith(shape.name))
         assert all(cell["batch"] in BATCHES and cell["cached"] in LENGTHS for cell in cells)

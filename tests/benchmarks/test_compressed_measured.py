@@ -6,8 +6,6 @@ import json
 import pytest
 
 from draftsmith.benchmarks import compressed
-from draftsmith.benchmarks.compressed import PASSAGE, texts_of
-from draftsmith.models.target import load_target
 
 
 @pytest.fixture
@@ -25,23 +23,37 @@ def run(run_main, tiny_lm, tmp_path):
 def test_acceptance_by_kind_and_setting(run):
     rows = run("acceptance", "--contexts 40 64 --count 2 --selectors snapkv topk")
     settings = [(row["kind"], row["context"], row["selector"], row["entries"]) for row in rows]
-    entries = {40: (36,), 64: (36, 40)}
     assert settings == [
         (kind, context, selector, count)
         for kind in compressed.KINDS
         for context in (40, 64)
         for selector in ("snapkv", "topk")
-        for count in entries[context]
+        for count in (36, 40)
     ]
     for row in rows:
         assert 0 <= row["alpha"] <= 1 and len(row["by_depth"]) == 4
+        whole = row["entries"] == row["context"]
+        assert (row["memory_1"] == 1) == whole and row["memory_1"] <= 1
+        assert not whole or row["alpha"] == 1 or row["selector"] == "topk"  # which selects from new tokens, too
         assert row["interval"] is None or row["interval"][0] <= row["alpha"] <= row["interval"][1]
         accepted, drafted = (sum(each) for each in zip(*row["accepted_by_text"], strict=True))
         assert len(row["accepted_by_text"]) == 2 and row["alpha"] == pytest.approx(accepted / drafted, abs=1e-4)
 
 
+def test_acceptance_of_other_models_at_their_memory(run, tiny_lm):
+    """The target as a draft model reads what it reads itself; over fewer entries, or in 8 bits, less."""
+    pytest.importorskip("bitsandbytes")
+    names = [f"draft_model:{tiny_lm}@1,1", f"draft_model:{tiny_lm},snapkv:36@1,1", "int8"]
+    options = "--contexts 64 --batch-sizes 1 9 --kinds values --count 1 --selectors snapkv --drafts 2 --drafters "
+    of = {row["selector"]: row for row in run("acceptance", options + " ".join(names)) if row["entries"] != 40}
+    (full, few, eight, itself) = (of[name] for name in (*names, "snapkv"))
+    assert (full["alpha"], full["memory_1"], full["memory_9"]) == (1, 1, 1)
+    assert few["alpha"] == itself["alpha"] and few["memory_9"] == itself["memory_9"] < itself["memory_1"] < 1
+    assert 0 < eight["memory_1"] < eight["memory_9"] < 1 and eight["entries"] is None and eight["drafts"] == 2
+
+
 def test_speed_and_its_prediction(run):
-    rows = run("speed", "--contexts 64 --batch-sizes 1 2 --drafts 1 2 --kinds code --count 1 --drafters ngram")
+    rows = run("speed", "--contexts 64 --batch-sizes 1 2 --drafts 1 2 --kinds books --count 1 --drafters ngram")
     names = [(row["batch"], row["selector"], row["entries"], row["drafts"]) for row in rows]
     settings = [*itertools.product(("streamingllm", "snapkv"), (36, 40), (1, 2))]
     assert names == [(batch, *each) for batch in (1, 2) for each in (*settings, ("ngram", None, 10))]
@@ -58,18 +70,3 @@ def test_speed_and_its_prediction(run):
 def test_selections(run):
     rows = run("selection", "--contexts 64 --batch-sizes 1 3 --selectors streamingllm snapkv")
     assert len(rows) == 2 * 2 * 2 and all(row["seconds"] > 0 and row["plain_steps"] > 0 for row in rows)
-
-
-def test_texts(tiny_lm):
-    """The same at each call; a passage's repetition ends in its middle."""
-    target = load_target(str(tiny_lm))
-    for kind in compressed.KINDS:
-        texts = texts_of(kind, target, 3, 64)
-        assert texts == texts_of(kind, target, 3, 64) and [len(text) for text in texts] == [64] * 3
-        assert len({*map(tuple, texts)}) == 3
-        assert texts_of(kind, target, 2, 64) == texts[:2]
-    for text in texts_of("passages", target, 2, 2000):
-        half = PASSAGE // 2
-        assert text[-half:] == text[2000 // 3 : 2000 // 3 + half]
-    with pytest.raises(ValueError, match="has [0-9]+ texts of 10000000 tokens; 2 are needed"):
-        texts_of("code", target, 2, 10_000_000)

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -247,7 +248,10 @@ def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
         (("chat", "stdlib"), "only evaluation sets can be given together"),
         (("stdlib",), "--tokenizer is needed to cut windows of 'stdlib'"),
         (("package:../x", "--tokenizer", TINY), "source 'package:../x': after 'package:' comes the name"),
-        (("chats",), "source 'chats' is none of 'stdlib', 'readmes', 'package:NAME', 'human-eval', 'writing'"),
+        (
+            ("chats",),
+            "source 'chats' is none of 'package:NAME', 'stdlib', 'readmes', 'books', 'manuals', 'passages', 'values', ",
+        ),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, what, packages, run_main, tmp_path):
@@ -265,3 +269,32 @@ def test_readmes(tokenizer):
     for split in ("train", "validation"):
         with pytest.raises(ValueError, match=f"source 'readmes' has no text in split '{split}'"):
             sources.documents("readmes", split)
+
+
+def test_long_texts():
+    """Windows longer than any module, of held-out text; one asks for too many and is told how many there are."""
+    tokenizer = load_tokenizer(str(TINY))
+    cut = prompts("books", "test", 70, 3584, tokenizer, 0)
+    assert {len(tokenizer(p.text)["input_ids"]) for p in cut} == {3584} and len({p.text for p in cut}) == 70
+    held_out = "\n".join(
+        d.text for source in ("stdlib", "package:sympy", "package:torch") for d in sources.documents(source, "test")
+    )
+    lines = {*held_out.split("\n"), ""}
+    assert all({*prompt.text.split("\n")[:-1]} <= lines for prompt in cut)
+    with pytest.raises(ValueError, match=r"gives only \d+ prompts of 40000 tokens, from \d+ modules; 500 are needed"):
+        prompts("books", "test", 500, 40000, tokenizer, 0)
+
+
+@pytest.mark.parametrize("which", ["tokenizer", "with_start"])
+def test_look_up_prompts(which, request):
+    """They end in a question, or in the beginning of a passage, that only their middle answers."""
+    tokenizer = request.getfixturevalue(which)
+    for source in ("passages", "values"):
+        cut = prompts(source, "test", 6, 1000, tokenizer, 0)
+        assert cut[:2] == prompts(source, "test", 2, 1000, tokenizer, 0) and len({p.text for p in cut}) == 6
+        for prompt in cut:
+            assert prompt.tokens == tokenizer(prompt.text)["input_ids"] and len(prompt.tokens) == 1000
+            end = "The access code is" if source == "values" else prompt.text[-60:]
+            stated = prompt.text.index(end)
+            assert prompt.text.endswith(end) and 0.1 < stated / len(prompt.text) < 0.8
+            assert source == "passages" or re.match(r" \d{5}\.\n", prompt.text[stated + len(end) :])
