@@ -152,8 +152,9 @@ class DynamicTree:
             hidden = proposals.hidden.gather(1, level.above[..., None].expand(-1, -1, proposals.hidden.shape[2]))
             proposals = run(Frontier(level.tokens, hidden, level.ancestors, self.levels[depth], first))
         found = Candidates(*(each[:, :count] for each in candidates))
-        *tree, acceptance = select_tree(found, self.depth, self.bits[: min(self.shape.nodes, count)], self.shape.depth)
-        return TokenTree(*tree, acceptance=acceptance)
+        bits = self.bits[: min(self.shape.nodes, count)]
+        tokens, parent, depths, ancestors, valid, value = select_tree(found, self.depth, bits, self.shape.depth)
+        return TokenTree(tokens, parent, depths, ancestors, valid, acceptance=value)
 
 
 def _own_bits(count: int, device: torch.device) -> Tensor:
