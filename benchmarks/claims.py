@@ -5,7 +5,7 @@
     python benchmarks/claims.py eagle-dynamic-tree --small    # the same in seconds, on the bundled target: no verdict
     python benchmarks/claims.py eagle-dynamic-tree --show     # its commands, to run by hand
     python benchmarks/claims.py --table                       # all results as a Markdown table
-    python benchmarks/claims.py --keep                        # add what was run here to benchmarks/claims.json
+    python benchmarks/claims.py --keep                        # keep what was run here, and write docs/claims.md
 
 A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted
 for those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it.
@@ -17,6 +17,7 @@ import datetime
 import difflib
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -26,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.common.files import check_folder, json_object, write_json
+from draftsmith.common.files import check_folder, json_object, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS, KEPT = Path("runs/claims"), "benchmarks/claims.json"
+RUNS, KEPT, PAGE = Path("runs/claims"), "benchmarks/claims.json", "docs/claims.md"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--list", action="store_true", help="list all claims")
     parser.add_argument("--table", action="store_true", help="print all results, kept ones and those of --out")
-    parser.add_argument("--keep", action="store_true", help=f"add the results in --out to {KEPT}")
+    parser.add_argument("--keep", action="store_true", help=f"add the results in --out to {KEPT}, write {PAGE}")
     parser.add_argument("--out", type=Path, default=RUNS, metavar="DIR", help="of results and runs (%(default)s)")
     return parser
 
@@ -68,6 +69,12 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.models.artifact import device_name, versions
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
+ABOUT = f"""# The papers' claims
+
+Written from {KEPT} by `python benchmarks/claims.py --keep`, which adds new results first. A verdict is one about the
+experiment that stands beside it alone; [how claims are run and judged](decoding.md#a-papers-claim-reproduced). †: a
+figure noted from the paper earlier and not read again. Figures of ours that are not judged, a claim's command prints.
+"""
 AWAITS, IMPOSSIBLE, QUIET = "awaits a GPU", "not comparable", "not run here"
 
 
@@ -143,6 +150,14 @@ def judge(figures: Sequence[Figure]) -> str:
     judged = [each for each in figures if each.above is not None]
     if not all(each.interval for each in judged):
         return f"{IMPOSSIBLE}: too few texts for an interval"
+    found = by_verdict(judged)
+    if "refuted" in found and len(found) > 1:  # the rest stands in the table
+        return f"refuted for {', '.join(found['refuted'])}"
+    return next(iter(found)) if len(found) == 1 else "undecided"
+
+
+def by_verdict(judged: Sequence[Figure]) -> dict[str, list[str]]:
+    """Which judged figures are confirmed, refuted and undecided."""
     found: dict[str, list[str]] = {}
     for each in judged:
         low, high = each.interval or (math.nan,) * 2
@@ -150,9 +165,7 @@ def judge(figures: Sequence[Figure]) -> str:
         found.setdefault("confirmed" if low > above else "refuted" if high < above else "undecided", []).append(
             each.what
         )
-    if "refuted" in found and len(found) > 1:  # the rest stands in the table
-        return f"refuted for {', '.join(found['refuted'])}"
-    return next(iter(found)) if len(found) == 1 else "undecided"
+    return found
 
 
 # ---- results
@@ -177,6 +190,15 @@ def verdict_of(claim: Claim, result: dict[str, Any] | None) -> str:
     return AWAITS if claim.awaits else QUIET
 
 
+def in_short(claim: Claim, result: dict[str, Any] | None) -> str:
+    """The verdict's first words, and for how many of the judged figures it holds."""
+    word = re.split(":| for ", verdict_of(claim, result))[0]
+    if result is None:
+        return word
+    judged = [Figure(**each) for each in result["figures"] if each["above"] is not None]
+    return f"{word} for {len(by_verdict(judged).get(word, judged))} of {len(judged)}"
+
+
 def figure_text(figure: dict[str, Any]) -> str:
     bound = f" [judged: > {figure['above']:g}]" if figure["above"] is not None else ""
     return f"{figure['what']}: {cell(figure['value'], figure['interval'], '.3f', ' to ')}{bound}"
@@ -195,18 +217,17 @@ def print_result(result: dict[str, Any]) -> None:
 
 def print_list(folder: Path) -> None:
     found = results(folder)
-    table = table_of("claim", "minutes", "verdict, of our experiment alone", "paper", left=1)
+    table = table_of("claim", "minutes", "verdict, figures", "paper", left=1)
     for claim in CLAIMS:
         minutes = f"{claim.minutes}{', alone' if claim.speed else ''}" if claim.minutes else "–"
-        table.add_row(claim.name, minutes, verdict_of(claim, found.get(claim.name)), claim.paper)
+        table.add_row(claim.name, minutes, in_short(claim, found.get(claim.name)), claim.paper)
     print_table(table)
 
 
-def print_markdown(folder: Path) -> None:
+def markdown(found: dict[str, dict[str, Any]]) -> str:
     """One row for each claim: the paper's statement, what was tested, our judged figures, where and when, verdict."""
-    found = results(folder)
-    print("| claim, paper | published | tested here | ours (95 % interval) | machine, date | verdict |")
-    print("|---|---|---|---|---|---|")
+    columns = ("claim, paper", "published", "tested here", "ours (95 % interval)", "machine, date", "verdict")
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for claim in CLAIMS:
         result = found.get(claim.name)
         ours = (
@@ -217,8 +238,14 @@ def print_markdown(folder: Path) -> None:
         if claim.read is not None:
             commands = f"`python benchmarks/claims.py {claim.name}`"
         tested = " ".join(filter(None, (claim.tested, commands))) or "–"
-        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where)
-        print("| " + " | ".join(each.replace("|", "\\|") for each in (*row, verdict_of(claim, result))) + " |")
+        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict_of(claim, result))
+        rows.append("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |")
+    return "\n".join(rows)
+
+
+def page() -> str:
+    """The document of the kept results."""
+    return f"{ABOUT}\n{markdown(kept())}\n"
 
 
 def main() -> None:
@@ -228,11 +255,12 @@ def main() -> None:
     if args.list:
         print_list(args.out)
     elif args.table:
-        print_markdown(args.out)
+        print(markdown(results(args.out)))
     elif args.keep:
         together = results(args.out)
         write_json(ROOT / KEPT, {name: together[name] for name in BY_NAME if name in together})
-        console.print(f"wrote {KEPT}: {len(together)} results", markup=False)
+        write_text(ROOT / PAGE, page())
+        console.print(f"wrote {KEPT}: {len(together)} results; and {PAGE}", markup=False)
     for claim in claims:
         if args.show:
             print("\n".join(command for _, command in commands_of(claim, args.small, args.out)[0]) or claim.why_not)

@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py models/smollm2-medusa2 models/smollm2-medusa --out runs/quality/quality.json
     python benchmarks/quality.py models/smollm2-medusa --temperature 0.7 --epsilon 0.09 0.25 --sets arithmetic code
+    python benchmarks/quality.py models/smollm2-medusa2 --judge URL --judge-model NAME --questions question.jsonl
 
 Tasks that a program judges: `code` (HumanEval, pass@1; each answer runs in a process without network, with read-only
 files), `arithmetic` and `reasoning` (made with --seed; the last number, the first of the words that could be meant),
@@ -11,11 +12,17 @@ answers: speed, τ, repeated text, and the likelihood of reference answers where
 Decoding is greedy, or sampling with --temperature, to which Medusa's typical acceptance (lossy) is then added for each
 --epsilon. Right answers are compared with those of the target as it was, task by task; speed, and the texts of lossless
 methods, with plain decoding by the target that a drafter decodes for.
+
+With --judge, a model behind a server with OpenAI's protocol grades the answers to --questions (MT-Bench's
+question.jsonl, all turns) from 1 to 10 instead, and nothing is timed. Equal answers are judged once; answers without
+a grade are counted. The server's key is read from OPENAI_API_KEY.
 """
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from draftsmith.benchmarks.options import check_once, check_options, machine_options
@@ -28,7 +35,7 @@ from draftsmith.models.options import DECODERS, target_arguments, target_options
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafters", nargs="+", metavar="DRAFTER", help="drafter folders or Hub ids, as for decode.py")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="of tasks (all)")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[], help="of tasks (all)")
     parser.add_argument("--count", type=int, default=50, help="tasks of each set, at most (%(default)s)")
     parser.add_argument("--temperature", type=float, help="sample, with seeds; greedy decoding if left out")
     parser.add_argument(
@@ -38,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=1, help="prompts decoded at a time (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the tasks and of the samples (%(default)s)")
     parser.add_argument("--no-sandbox", action="store_true", help="run the answers to code with all that you may do")
+    parser.add_argument("--judge", metavar="URL", help="a server that grades, for example http://localhost:8000/v1")
+    parser.add_argument("--judge-model", metavar="NAME", help="the model that grades, as the server names it")
+    parser.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="what --judge grades the answers to")
     machine_options(parser, device=False)
     target_options(parser)
     return parser
@@ -48,6 +58,11 @@ def check(args: argparse.Namespace) -> None:
     check_once("--sets", args.sets)
     check_once("", args.drafters)
     check_names(args.drafters, args.target)
+    given = [args.judge, args.judge_model, args.questions]
+    if any(given) and not all(given):
+        raise ValueError("--judge, --judge-model and --questions go together")
+    if args.judge and args.sets:
+        raise ValueError("--judge grades the answers to --questions; leave out --sets")
 
 
 if __name__ == "__main__":
@@ -56,11 +71,13 @@ if __name__ == "__main__":
 import torch
 from scipy.stats import binomtest
 
+from draftsmith.benchmarks import judged
 from draftsmith.benchmarks.common import interval_of
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.benchmarks.typical import nats_per_token
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts
+from draftsmith.data.endpoint import Server, check_server
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
@@ -144,6 +161,30 @@ def likelihoods(target: Target, tasks: Sequence[Task], prompts: Sequence[list[in
     return found
 
 
+def by_judge(args: argparse.Namespace, questions: list[Prompt], methods: dict[str, Method], target: Target) -> None:
+    """Grade each method's answers to --questions, print and write the figures."""
+    if raw := [each.where for each in questions if isinstance(each.content, str)]:
+        raise ValueError(f"{raw[0]}: a judge grades conversations; give turns or messages")
+    server = Server(args.judge, args.judge_model, timeout=120.0, retries=4, backoff=1.0)
+
+    def answers(run: Method, asked: list[Prompt]) -> list[str]:
+        return [answer_text(target, result.tokens) for result in run(encode_prompts(asked, target))]
+
+    asked = {n: judged.conversations_of(questions, partial(answers, run)) for n, run in methods.items()}
+    found = judged.judge(server, [each for one in asked.values() for each in one])
+    rows = judged.graded(questions, {name: [found[each] for each in one] for name, one in asked.items()})
+    table = table_of("method", *rows[0]["grades"], "without a grade")
+    for row in rows:
+        missing = [f"{count} of {row['answers']} ({reason})" for reason, count in row["without_grade"].items()]
+        means = [cell(mean["value"], mean["interval"]) for mean in row["grades"].values()]
+        table.add_row(row["name"], *means, ", ".join(missing) or "0")
+    print_table(table, f"{target.name} · grades of 1 to 10 by {args.judge_model} · {len(questions)} questions")
+    if args.out:
+        facts = facts_of(__file__, target) | {"judge": args.judge_model, "request": judged.REQUEST, "methods": rows}
+        texts = {name: [{"messages": each, "grade": found[each]} for each in one] for name, one in asked.items()}
+        write_report(args.out, facts | {"answers": texts})
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
@@ -152,7 +193,11 @@ def main() -> None:
         raise ValueError(f"--temperature {args.temperature}: must be at least {MIN_TEMPERATURE:g}; leave it out")
     lossy = [] if sampling is None else [replace(sampling, epsilon=epsilon) for epsilon in args.epsilon]
     torch.set_num_threads(args.threads)
-    tasks = tasks_of(args.sets, args.count, args.seed, isolated=not args.no_sandbox)
+    questions = read_prompts(args.questions) if args.judge else []
+    if args.judge:
+        check_server(args.judge, said_by="--judge")
+    sets = [] if args.judge else args.sets or list(SETS)
+    tasks = tasks_of(sets, args.count, args.seed, isolated=not args.no_sandbox)
     options = target_arguments(args)
     loaded = {name: load_drafter(name, target_name=args.target, **options) for name in args.drafters}
     base, _ = load_drafter("none", target_name=args.target or next(iter(loaded.values()))[0].name, **options)
@@ -179,6 +224,8 @@ def main() -> None:
         for given in lossy:
             add(f"{name}, typical ε = {given.epsilon:g}", plain, target, drafter, given, True)
 
+    if args.judge:
+        return by_judge(args, questions, methods, base)
     chat = bool(base.tokenizer.chat_template)
     contents = [list(task.messages) if chat else f"{task.messages[-1]['content']}\n" for task in tasks]
     prompts = encode_prompts([Prompt(content, "a task") for content in contents], base)
@@ -216,9 +263,9 @@ def main() -> None:
     how = "greedy" if sampling is None else f"temperature {args.temperature:g}"
     print_table(table, f"{base.name} · {len(tasks)} tasks · {how} · right answers with Wilson's 95 % interval")
     if len(known) > 1:
-        table = table_of("nats per token of the reference answers", *args.sets)
+        table = table_of("nats per token of the reference answers", *sets)
         for name, nats in known.items():
-            table.add_row(name, *(f"{nats[kind]:.3f}" for kind in args.sets))
+            table.add_row(name, *(f"{nats[kind]:.3f}" for kind in sets))
         print_table(table)
     if args.out:
         facts = facts_of(__file__, base) | {

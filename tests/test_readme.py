@@ -142,13 +142,12 @@ def test_recipe_fields_in_the_text(document):
             assert any(has_field(each, found[1]) for each in schemas), f"{document}: `{code}`"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+@pytest.fixture
+def folder(tmp_path) -> Path:
     """A folder that looks like the checkout and keeps what the examples write."""
-    folder = tmp_path_factory.mktemp("checkout")
     for name in (*ROOMS, "benchmarks", "tools", "recipes"):
-        (folder / name).symlink_to(ROOT / name)
-    return folder
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
 
 
 def run_as_printed(command: list[str], folder: Path) -> str:
@@ -159,10 +158,15 @@ def run_as_printed(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def readme_section(heading: str, language: str) -> str:
-    text = (ROOT / "README.md").read_text()
+def section_blocks(document: str, heading: str, language: str) -> list[str]:
+    """The blocks of one language in a section of a document."""
+    text = (ROOT / document).read_text()
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE)
-    (block,) = re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def readme_section(heading: str, language: str) -> str:
+    (block,) = section_blocks("README.md", heading, language)
     return block
 
 
@@ -175,6 +179,23 @@ def test_the_examples_of_the_readme(folder):
     assert decoded.strip("\n") == said.strip("\n")
     printed = run_as_printed(["python", "-c", readme_section("Python", "python")], folder)
     assert printed.strip("\n") == said.strip("\n")
+
+
+@pytest.mark.whole_runs
+def test_from_a_model_of_your_own_to_a_server(folder):
+    """The blocks of docs/training.md in this order, in a clean folder: model, drafter, tree, report, answer, export."""
+    commands = section_blocks("docs/training.md", "Your own model, from training to a server", "bash")
+    said = [run_as_printed(["bash", "-euo", "pipefail", "-c", block], folder) for block in commands]
+    plain, _, drafted, _ = said
+    answer = drafted.split("modules\n")[1]
+    assert plain.endswith(answer) and len(answer) > 40, "the model's own answer"
+    report = json.loads((folder / "runs/own/report.json").read_text())
+    assert report["lossless"]["mismatches"] == 0 and report["mean_accepted_length"] > 1.1
+    assert (folder / "runs/own/tree.json").exists()
+    for page in ("report", "training"):
+        assert "drafted by" in (folder / f"runs/own/{page}.html").read_text()
+    assert {path.name for path in (folder / "served/own").iterdir()} >= {"config.json", "model.safetensors"}
+    assert "vllm serve" in (folder / "served/own/README.md").read_text()
 
 
 def test_the_example_of_requests(tmp_path, monkeypatch, capsys):

@@ -152,10 +152,13 @@ class RouterTraining(nn.Module):
         return loss, {}
 
 
-def evaluate(module: nn.Module, drafts: Drafts, recorded: Recorded, tree: Topology) -> dict[str, float]:
+def evaluate(
+    run: Run[DynaspecRecipe], module: nn.Module, drafts: Drafts, recorded: Recorded, tree: Topology
+) -> dict[str, float]:
     """What the shortlists keep of the whole LM head, on held-out text."""
     assert isinstance(module, RouterTraining)
     found = kept(recorded, drafts.embed, module.head)
+    run.show_ranks(found.ranks, tree)
     metrics = {"simulated_tau": simulate(tree, found.ranks)}
     for depth in range(recorded.label.shape[1]):
         metrics |= {f"depth{depth}_top1": found.top1[depth], f"depth{depth}_top10": found.top10[depth]}
@@ -209,11 +212,18 @@ def train(run: Run[DynaspecRecipe]) -> None:
         blocks = Blocks(rollouts(run, drafts, rows))
         for stage in recipe.stages:
             run.fit(
-                stage, module, [blocks], lambda m: evaluate(m, drafts, recorded, tree), "simulated_tau", weights=[1.0]
+                stage,
+                module,
+                [blocks],
+                lambda m: evaluate(run, m, drafts, recorded, tree),
+                "simulated_tau",
+                weights=[1.0],
             )
         with run.evaluating(module):
             facts["selection"] = select(run, head, drafts, target, recorded, tree)
-    facts["simulated_tau"] = simulate(tree, kept(recorded, drafts.embed, head).ranks)
+    ranks = kept(recorded, drafts.embed, head).ranks
+    run.show_ranks(ranks, tree)
+    facts["simulated_tau"] = simulate(tree, ranks)
     facts["whole_simulated_tau"] = simulate(tree, whole)
     weights = {n: w.int() if n in ("order", "starts") else w for n, w in head.state_dict().items()}
     shape = head.config.to_dict() | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}

@@ -126,13 +126,33 @@ def test_the_list_and_the_table(run_main, tmp_path):
 
 def test_results_are_kept(run_main, tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "KEPT", str(tmp_path / "kept.json"))
+    monkeypatch.setattr(claims, "PAGE", str(tmp_path / "page.md"))
     (tmp_path / "out").mkdir()
     for name, small in (("eagle-dynamic-tree", False), ("medusa-stages-small", True)):
-        result = {"name": name.removesuffix("-small"), "small": small, "verdict": "confirmed"}
+        result = {"name": name.removesuffix("-small"), "small": small, "verdict": "confirmed", "device": "a machine"}
+        result |= {"figures": [vars(Figure("τ", 2.0, (1.5, 2.5), 1.0))], "date": "2026-01-01"}
         (tmp_path / "out" / f"{name}.json").write_text(json.dumps(result))
     code, _, err = run_main(claims.main, "--keep", "--out", tmp_path / "out", script="benchmarks/claims.py")
     assert code == 0 and "1 results" in err
     assert [*json.loads((tmp_path / "kept.json").read_text())] == ["eagle-dynamic-tree"]
+    (row,) = [row for row in (tmp_path / "page.md").read_text().splitlines() if "a machine" in row]
+    assert "**eagle-dynamic-tree**" in row and row.endswith("| confirmed |")
+
+
+def test_the_page_is_that_of_the_kept_results():
+    page = (ROOT / claims.PAGE).read_text()
+    assert page == claims.page(), "write it by: python benchmarks/claims.py --keep"
+    assert claims.PAGE in (ROOT / "RESULTS.md").read_text() and claims.PAGE in (ROOT / "zensical.toml").read_text()
+
+
+def test_verdicts_in_short():
+    """In --list: the first word, and how many of the judged figures it is about."""
+    claim = claims.BY_NAME["medusa-sparse-tree"]
+    good, bad, beside = Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5), 0.0), Figure("c", 1.0)
+    for figures, said in (([good, bad, beside], "refuted for 1 of 2"), ([good, beside], "confirmed for 1 of 1")):
+        result = {"figures": list(map(vars, figures)), "verdict": claims.judge(figures)}
+        assert claims.in_short(claim, result) == said
+    assert claims.in_short(claims.BY_NAME["specinfer-sequences"], None) == "not comparable"
 
 
 @pytest.mark.parametrize(

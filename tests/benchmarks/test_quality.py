@@ -2,12 +2,14 @@
 
 import json
 import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 
-from draftsmith.benchmarks import quality, tasks
+from draftsmith.benchmarks import judged, quality, tasks
 
 HEADER = "from typing import List\n\n\n"
 PROMPT = f'{HEADER}def total(numbers: List[int]) -> int:\n    """The sum."""\n'
@@ -152,6 +154,61 @@ def test_the_command(run_main, drafter, tmp_path):
     assert found["nats_per_token"].keys() == {"plain"}
 
 
+class Grading(BaseHTTPRequestHandler):
+    """Grades an answer by its length; refuses some, and says no grade of others."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        length = len(asked["messages"][0]["content"].rpartition("[assistant]\n")[2])
+        self.server.asked.append((self.path, asked["model"]))
+        self.send_response(400 if length % 5 == 1 else 200)
+        self.end_headers()
+        said = "It is fair." if length % 5 == 2 else f"Grade: 3 at first. At last\n**Grade: {1 + length % 10}/10**"
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_judge(run_main, drafter, tmp_path):
+    """Both turns, the second after the method's own answer; equal answers are judged once, and none is dropped."""
+    turns = [[f"Write function {n}.", "Shorter, please."] for n in range(10)]
+    rows = [{"question_id": n, "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Grading) as server:
+        server.asked = []
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        words = ["--judge", f"http://127.0.0.1:{server.server_port}/v1", "--judge-model", "grader", "--threads", 1]
+        words += ["--questions", tmp_path / "question.jsonl", "--max-new-tokens", 12, "--out", tmp_path / "out.json"]
+        code, out, err = run_main(quality.main, drafter, *words, "--temperature", 0.9)
+        server.shutdown()
+    assert code == 0 and "grades of 1 to 10 by grader" in out, err
+    found = json.loads((tmp_path / "out.json").read_text())
+    answers, reasons = found["answers"], set()
+    assert list(answers) == ["plain", "heads", "heads, typical ε = 0.09"]
+    assert answers["heads"] == answers["plain"] != answers["heads, typical ε = 0.09"]
+    once = {json.dumps(each["messages"]) for one in answers.values() for each in one}
+    assert len(server.asked) == len(once) < 60 and set(server.asked) == {("/v1/chat/completions", "grader")}
+    for row, one in zip(found["methods"], answers.values(), strict=True):
+        assert [len(each["messages"]) for each in one] == [2, 4] * 10
+        assert all(one[n + 1]["messages"][:2] == one[n]["messages"] for n in range(0, 20, 2)), "its own first answer"
+        for each in one:
+            text = each["messages"][-1][1]
+            assert each["grade"] == {1: "http 400", 2: judged.UNREADABLE}.get(len(text) % 5, 1 + len(text) % 10)
+        numbers = [each["grade"] for each in one if isinstance(each["grade"], float)]
+        mean = row["grades"]["all"]
+        assert mean["value"] == pytest.approx(sum(numbers) / len(numbers), abs=1e-4)
+        assert mean["interval"][0] <= mean["value"] <= mean["interval"][1] and {"all", "a", "b"} == {*row["grades"]}
+        assert sum(row["without_grade"].values()) == 20 - len(numbers) and row["answers"] == 20
+        reasons |= set(row["without_grade"])
+    assert reasons == {"http 400", judged.UNREADABLE} and all(f"({reason})" in out for reason in reasons)
+
+
+def test_grades():
+    found = {"Grade: 7": 7, "grade: **8.5**": 8.5, "Grade: 3\nGrade: 9/10": 9, "Grade: 11": None, "Grade: -3": None}
+    assert {text: judged.grade_of(text) for text in found} == found and judged.grade_of("7") is None
+
+
 def test_shares_and_differences():
     assert quality.share([True, False, False, False])["share_interval"] == pytest.approx([0.0456, 0.6994], abs=1e-4)
     ours, plain = [True] * 12 + [False] * 8, [True] * 8 + [False] * 12
@@ -165,6 +222,7 @@ def test_shares_and_differences():
     [
         (["--count", 0], "--count 0: must be at least 1"),
         (["--temperature", 0], "--temperature 0.0: must be at least 1e-10; leave it out"),
+        (["--judge", "http://x/v1"], "--judge, --judge-model and --questions go together"),
         (["--sets", "code", "code"], "--sets code code: code is given twice; leave one out"),
         (["--epsilon", 2, "--temperature", 1], "epsilon 2.0: must be above 0 and at most 1"),
     ],

@@ -52,6 +52,7 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--delta": ("0.1",),
         "--target": ("",),
         "--baseline": ("vllm",), "--decoder": ("fat",), "--show": ("-1", "x"), "--max-tokens": ("5",),
+        "--answers": ("a.jsonl",),  # of one --prompt
         "--num-speculative-tokens": ("5",), "--drafter": ("x",),
     }),
     "inference.calibrate": (["none", "--target", "TARGET"], {

@@ -180,6 +180,7 @@ WRITERS = {
     "a report": ("inference.decode", ["none", *PROMPTS, *DECODE, "--report", "OUT"], "."),
     "a report in a new folder": ("inference.decode", ["none", *PROMPTS, *DECODE, "--report", "OUT"], "new/folder"),
     "a report in a run": ("inference.decode", ["MEDUSA", *PROMPTS, *DECODE, "--report", "OUT"], "medusa"),
+    "answers": ("inference.decode", ["none", *PROMPTS, *DECODE, "--answers", "OUT"], "new/a.jsonl"),
     "a drafter's report": ("inference.decode", ["MEDUSA", "--prompt", "a", *DECODE, "--report", "OUT"], "medusa"),
     "a served drafter": ("models.export", ["EAGLE", "--to", "sglang", "--target", "TARGET", "--out", "OUT"], "served"),
     "a served one again": ("models.export", ["EAGLE", "--to", "sglang", "--target", "TARGET", "--out", "OUT"], "again"),

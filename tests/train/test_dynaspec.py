@@ -439,6 +439,8 @@ def test_the_run_folder(whole, target, kind):
     else:
         assert config["capacity"] == [60] * 6 and config["static"] == (20 if kind == "in_context" else 0)
         assert set(weights) == {"order", "starts"} and "selection" not in facts and "clusters" not in config
+    page = (folder / "training.html").read_text()
+    assert "drafted by dynaspec" in page and "held-out text 1" in page and "rank 1" in page
     part, base = (load_file(each / "model.safetensors") for each in (folder / "drafter", folder.parent / "base"))
     assert {n: w.tolist() for n, w in part.items()} == {n: w.tolist() for n, w in base.items()}
     (folder / "tree.json").write_text(json.dumps({"paths": TREE.paths}))

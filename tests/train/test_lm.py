@@ -67,6 +67,11 @@ def test_the_folder_opens(trained, tokenizer):
     assert loss == 1
 
 
+def test_its_page_says_why_it_shows_no_text(trained):
+    page = (trained / "training.html").read_text()
+    assert "this run trains a model" in page and f"--target {trained}" in page and "drafted by" not in page
+
+
 def test_it_learnt_something(trained):
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     losses = {(line["stage"], line["step"]): line["loss"] for line in lines if "loss" in line}
