@@ -281,8 +281,8 @@ CLAIMS = (
         "magicdec-selector",
         f"{MAGICDEC}, evaluation",
         "SnapKV keeps more acceptance than StreamingLLM",
-        f"α of chains of four drafts at 2,048 tokens, 128 and 512 entries, {SMOLLM2}, eight texts each of code, "
-        "English and repeated passages × 48 tokens",
+        f"α of chains of four drafts at 2,048 tokens, 128 and 512 entries, {SMOLLM2}, eight texts each of books, "
+        "manuals and repeated passages × 48 tokens",
         (ACCEPTANCE,),
         LONG_SMOLLM2,
         LONG_TINY,
@@ -294,8 +294,8 @@ CLAIMS = (
         "magicdec-self-speculation",
         f"{MAGICDEC}, insight 3",
         "the target over its own cache, restricted to the entries of highest attention, has α ≥ 0.9 †",
-        f"α of chains of four drafts at 2,048 tokens, top-k attention over 512 entries, {SMOLLM2}, 24 texts × 48 "
-        "tokens",
+        f"α of chains of four drafts at 2,048 tokens, top-k attention over 512 entries, {SMOLLM2}, the same 24 "
+        "texts × 48 tokens",
         (ACCEPTANCE,),
         LONG_SMOLLM2,
         LONG_TINY,

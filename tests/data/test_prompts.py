@@ -296,5 +296,5 @@ def test_look_up_prompts(which, request):
             assert prompt.tokens == tokenizer(prompt.text)["input_ids"] and len(prompt.tokens) == 1000
             end = "The access code is" if source == "values" else prompt.text[-60:]
             stated = prompt.text.index(end)
-            assert prompt.text.endswith(end) and 0.1 < stated / len(prompt.text) < 0.8
+            assert prompt.text.endswith(end) and 0.02 < stated / len(prompt.text) < 0.8  # its first tokens are cut
             assert source == "passages" or re.match(r" \d{5}\.\n", prompt.text[stated + len(end) :])
