@@ -8,10 +8,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draftsmith.models.precision import choose_dtype
-from draftsmith.models.stored import resolve_folder, stored_dtype
-from draftsmith.models.target import cache_argument
+from draftsmith.models.stored import check_safetensors, resolve_folder, stored_dtype
+from draftsmith.models.target import cache_argument, check_shapes
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}  # of a parameter
+
+_MOST_LAYERS = 1000  # where no weights are at hand: the model of a damaged config would not end being made
 
 
 def kv_bytes(shapes: Sequence[tuple[int, int]], itemsize: int) -> list[int]:
@@ -39,6 +41,10 @@ def sizes_of(
         folder = resolve_folder(name, weights=False)
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+            if any(folder.glob("*.safetensors")):
+                check_shapes(folder, config, check_safetensors(folder))  # of a damaged config the loader tells
+            elif config.get_text_config().num_hidden_layers > _MOST_LAYERS:
+                return None
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
             cache: Any = DynamicCache()  # made without the config, so that sliding layers keep every key
             model(input_ids=torch.ones(1, 2, dtype=torch.int64), use_cache=True, **{cache_argument(model): cache})

@@ -322,7 +322,7 @@ def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def _check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
     """Check the config against the stored tensors by name and shape, before any memory is allocated."""
     file = folder / "config.json"
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
@@ -457,7 +457,7 @@ def load_target(
     config = _read_config(folder, trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     folder = with_safetensors(folder)
-    _check_shapes(folder, config, check_safetensors(folder))
+    check_shapes(folder, config, check_safetensors(folder))
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL:
         logging.disable_progress_bar()  # it would only flash
