@@ -4,8 +4,9 @@
                  frontier: the k new candidates of highest value, the next to be run
     re-ranking   the tree: the root and the N − 1 candidates of highest value of all levels, by number
 
-Of equal values the lower number counts more. :func:`grow_level` and :func:`select_tree` each replace some thirty small
-operations, of which a GPU feels the launches more than the work. One program per row: a level has k² candidates.
+Of equal values the lower number counts more. :func:`grow_level` replaces a dozen small operations and
+:func:`select_tree` twenty, of which a GPU feels the launches more than the work. One program per row: a level has k²
+candidates.
 
 Shape letters: B rows, n nodes just run, k tokens that each proposes and nodes of a frontier, M candidates (root
 included), N nodes of the tree, R nodes that are run, W and V 64-bit words.

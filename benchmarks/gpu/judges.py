@@ -337,8 +337,9 @@ def judge_retrained(out: Path, rehearsal: bool) -> Finding:
     """τ of the drafter trained there beside the shipped one's, by one tree on the same prompts."""
     reports = reports_of(out / "smollm2-eagle3", graphs=not rehearsal)
     shown = "; ".join(f"{drafter_name(report)}: {told(report)}" for report in reports)
-    mine = [report["mean_accepted_length"] for report in reports]
-    return Finding(shown, None if len(mine) < 2 else mine[0] > mine[1], missing=missing(len(reports), 2 - rehearsal))
+    tau = {drafter_name(report): report["mean_accepted_length"] for report in reports}
+    met = tau["retrained"] > tau["smollm2-eagle3"] if len(tau) == 2 else None
+    return Finding(shown, met, missing=missing(len(reports), 2 - rehearsal))
 
 
 def judge_streams(out: Path, rehearsal: bool) -> Finding:

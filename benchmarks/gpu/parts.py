@@ -30,7 +30,7 @@ class Part:
         part cannot do without; those that their modules import are known (:mod:`draftsmith.benchmarks.gpu.closure`).
     after: parts that have to pass first.
     makes: files that parts after this one need; without them its result does not count there.
-    brings: of a part that passes, files that are copied to the table's folder: weights, which the archive leaves out.
+    brings: files that are copied to the table's folder, whatever the result: weights, which the archive leaves out.
     interpreted: the rehearsal runs under Triton's interpreter.
     files: of the checkout, that git does not keep.
     timed: what it measures is seconds, so that nothing else may run beside it.
@@ -264,20 +264,22 @@ PARTS = (
         "shipped tree above the shipped drafter's", 500,
         ("python train/distill.py recipes/smollm2-distill.yaml --restart run.output_dir={out}/models data.seeds=[] "
          "data.written=24000 engine.batch_size=512",
-         "python train/eagle.py recipes/smollm2-eagle3.yaml --restart run.output_dir={out}/models stages.0.steps=800 "
-         "stages.0.batch.sequences=48 checkpoint.every=200 evaluate.every=200 'data.train=[{source: "
+         "python train/eagle.py recipes/smollm2-eagle3.yaml --restart run.name=retrained run.output_dir={out}/models "
+         "stages.0.steps=800 stages.0.batch.sequences=48 checkpoint.every=200 evaluate.every=200 "
+         "'data.train=[{source: "
          "data/smollm2-train.parquet}, {source: data/smollm2-train-2.parquet}, {source: "
          "{out}/models/smollm2-distill/shard-*.jsonl, weight: 2}]'",
-         f"python inference/decode.py {{out}}/models/smollm2-eagle3 models/smollm2-eagle3 --prompts {CHATS} "
+         f"python inference/decode.py {{out}}/models/retrained models/smollm2-eagle3 --prompts {CHATS} "
          f"{WHOLE_TREE} --check-lossless --baseline engine --max-new-tokens 128 --seconds 6 --report {{here}}/report"),
         (train("distill", "smollm2-distill", "smollm2-distill", "--tiny"),
-         train("eagle", "tiny-eagle3", "smollm2-eagle3", "--tiny 'data.train=[{source: "
+         train("eagle", "tiny-eagle3", "retrained", "--tiny 'data.train=[{source: "
                "{out}/models/smollm2-distill-tiny/shard-*.jsonl}]'"),
-         f"python inference/decode.py {{out}}/models/smollm2-eagle3-tiny {WHOLE_TREE} --prompts data/chats.jsonl "
+         f"python inference/decode.py {{out}}/models/retrained-tiny {WHOLE_TREE} --prompts data/chats.jsonl "
          f"--check-lossless --baseline engine --report {{here}}/report {SHORT}"),
-        judges.judge_retrained, (*REPORT, "triton", "gguf"), brings=("{out}/models/smollm2-eagle3/model.safetensors",
-        "{out}/models/smollm2-eagle3/config.json", "{out}/models/smollm2-eagle3/metrics.jsonl",
-        "{out}/models/smollm2-eagle3/provenance.json", "{out}/models/smollm2-eagle3/recipe.yaml"),
+        judges.judge_retrained, (*REPORT, "triton", "gguf"), brings=tuple(
+            f"{{out}}/models/retrained/{name}"
+            for name in ("model.safetensors", "config.json", "metrics.jsonl", "provenance.json", "recipe.yaml")
+        ),
         files=("models/smollm2", CHATS),
     ),
     Part(

@@ -164,8 +164,8 @@ def run_all(
             device,
             installed,
         )
-        if result == "pass" and not rehearsal:
-            for path in places(part.brings, part, work, rehearsal):
+        if not rehearsal:
+            for path in filter(Path.is_file, places(part.brings, part, work, rehearsal)):
                 shutil.copy2(path, (out or work) / f"{part.name}-{path.name}")
         if result != "not run":  # which is no reason to lose an earlier result
             write_json(work / part.name / "result.json", asdict(results[part.name]))

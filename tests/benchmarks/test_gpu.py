@@ -387,6 +387,13 @@ def test_a_trial_runs_timed_parts_side_by_side_and_counts_for_nothing(tmp_path):
     assert run(tmp_path, slow)[0].result == "fail" and (tmp_path / "order").read_text().count("+D") == 2
 
 
+def test_what_a_part_brings_comes_back_whatever_its_result(tmp_path):
+    made = part("A", "open('OUT/weights', 'w').write('w'); raise SystemExit(1)", brings=("{out}/weights", "{out}/none"))
+    (tmp_path / "back").mkdir()
+    assert run(tmp_path, made, out=tmp_path / "back")[0].result == "fail"
+    assert (tmp_path / "back/A-weights").read_text() == "w" and not (tmp_path / "back/A-none").exists()
+
+
 def test_only_what_is_not_timed_runs_side_by_side(tmp_path):
     note = "import time; f = open('OUT/order', 'a'); f.write('+NAME '); f.flush(); time.sleep(1); f.write('-NAME ')"
     parts = [part(name, note.replace("NAME", name), timed=name in "CD") for name in "ABCDEF"]
