@@ -3,18 +3,21 @@
     python benchmarks/claims.py --list                        # the claims, what each takes, and verdicts so far
     python benchmarks/claims.py eagle-dynamic-tree            # run its commands; writes runs/claims/NAME.json
     python benchmarks/claims.py eagle-dynamic-tree --small    # the same in seconds, on the bundled target: no verdict
+    python benchmarks/claims.py eagle-dynamic-tree --seed 1   # again with other prompts, training and samples
     python benchmarks/claims.py eagle-dynamic-tree --show     # its commands, to run by hand
     python benchmarks/claims.py --table                       # all results as a Markdown table
     python benchmarks/claims.py --keep                        # keep what was run here, and write docs/claims.md
 
 A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted
 for those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it.
+It holds where the results of all seeds have it, and is reproduced where their intervals overlap.
 A claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
 """
 
 import argparse
 import datetime
 import difflib
+import itertools
 import math
 import os
 import re
@@ -37,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="claims to run, as --list has them")
     parser.add_argument("--small", action="store_true", help="tiny versions, which show that the commands work")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, training and samples (%(default)s)")
     parser.add_argument("--show", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--list", action="store_true", help="list all claims")
     parser.add_argument("--table", action="store_true", help="print all results, kept ones and those of --out")
@@ -52,8 +56,10 @@ def check(args: argparse.Namespace) -> None:
     """
     if sum([bool(args.names), args.list, args.table, args.keep]) != 1:
         raise ValueError("give the NAMEs of claims, or one of --list, --table and --keep")
-    if (args.small or args.show) and not args.names:
-        raise ValueError("--small and --show need the NAME of a claim")
+    if (args.small or args.show or args.seed) and not args.names:
+        raise ValueError("--small, --show and --seed need the NAME of a claim")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed}: must be 0 or more")
     check_folder("--out", args.out)
 
 
@@ -74,6 +80,8 @@ ABOUT = f"""# The papers' claims
 Written from {KEPT} by `python benchmarks/claims.py --keep`, which adds new results first. A verdict is one about the
 experiment that stands beside it alone; [how claims are run and judged](decoding.md#a-papers-claim-reproduced). †: a
 figure noted from the paper earlier and not read again. Figures of ours that are not judged, a claim's command prints.
+Where there are two of a figure, the second is of `--seed 1`: other prompts, and other training and samples where there
+are any.
 """
 AWAITS, IMPOSSIBLE, QUIET = "awaits a GPU", "not comparable", "not run here"
 
@@ -89,11 +97,15 @@ def find(name: str) -> Claim:
     return BY_NAME[name]
 
 
-def commands_of(claim: Claim, small: bool, folder: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+def suffix(small: bool, seed: int) -> str:
+    return "-small" * small + f"-seed{seed}" * bool(seed)
+
+
+def commands_of(claim: Claim, small: bool, folder: Path, seed: int = 0) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """A claim's commands, each with the path that it makes (empty: it is run in any case), and their fields. Paths are
     relative to the project's folder, where commands run."""
-    own, shared = (os.path.relpath(folder / (name + "-small" * small), ROOT) for name in (claim.name, "shared"))
-    fields = {"out": own, "shared": shared}
+    own, shared = (os.path.relpath(folder / (name + suffix(small, seed)), ROOT) for name in (claim.name, "shared"))
+    fields: dict[str, Any] = {"out": own, "shared": shared, "seed": seed}
     for name, value in (claim.small if small else claim.full).items():
         placed = value.replace("{shared}", shared) if isinstance(value, str) else value
         fields[name] = placed
@@ -105,7 +117,7 @@ def commands_of(claim: Claim, small: bool, folder: Path) -> tuple[list[tuple[str
     return found, fields
 
 
-def run(claim: Claim, small: bool, folder: Path, ran: set[str]) -> dict[str, Any]:
+def run(claim: Claim, small: bool, folder: Path, seed: int, ran: set[str]) -> dict[str, Any]:
     """Run a claim's commands, but for those that other claims ``ran``, and judge what they write.
 
     Raises:
@@ -113,7 +125,7 @@ def run(claim: Claim, small: bool, folder: Path, ran: set[str]) -> dict[str, Any
     """
     if claim.read is None:
         raise ValueError(f"{claim.name}: {claim.why_not or 'awaits a GPU; --show prints its commands'}")
-    commands, fields = commands_of(claim, small, folder)
+    commands, fields = commands_of(claim, small, folder, seed)
     own = ROOT / fields["out"]
     own.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -133,10 +145,11 @@ def run(claim: Claim, small: bool, folder: Path, ran: set[str]) -> dict[str, Any
     return {
         "name": claim.name,
         "small": small,
+        "seed": seed,
         "verdict": "none: a small run" if small else judge(figures),
         "tested": claim.tested,
         "figures": [vars(each) for each in figures],
-        "command": f"python benchmarks/claims.py {claim.name}" + " --small" * small,
+        "command": f"python benchmarks/claims.py {claim.name}" + " --small" * small + f" --seed {seed}" * bool(seed),
         "commands": [command for _, command in commands],
         "seconds": round(time.monotonic() - began),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -171,37 +184,67 @@ def by_verdict(judged: Sequence[Figure]) -> dict[str, list[str]]:
 # ---- results
 
 
-def kept() -> dict[str, dict[str, Any]]:
+def kept() -> dict[str, list[dict[str, Any]]]:
+    """By claim: the kept results, by seed."""
     path = ROOT / KEPT
     return json_object(path, "results") if path.exists() else {}
 
 
-def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """By claim: the kept results, and, in their place, those of the folder; no small ones."""
-    found = [json_object(path, "result") for path in sorted(folder.glob("*.json"))]
-    return kept() | {each["name"]: each for each in found if not each["small"] and each["name"] in BY_NAME}
+def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """By claim: the kept results, and, in the place of those with their seed, those of the folder; no small ones."""
+    own = [json_object(path, "result") for path in sorted(folder.glob("*.json"))]
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for each in (*itertools.chain(*kept().values()), *own):
+        if not each["small"] and each["name"] in BY_NAME:
+            by_name.setdefault(each["name"], {})[each["seed"]] = each
+    return {name: [own[seed] for seed in sorted(own)] for name, own in by_name.items()}
 
 
-def verdict_of(claim: Claim, result: dict[str, Any] | None) -> str:
-    if result is not None:
-        return str(result["verdict"])
+def judged_of(result: dict[str, Any]) -> list[Figure]:
+    return [Figure(**each) for each in result["figures"] if each["above"] is not None]
+
+
+def reproduced(found: Sequence[dict[str, Any]]) -> bool:
+    """Whether the intervals of each judged figure overlap."""
+
+    def overlap(group: Sequence[Figure]) -> bool:
+        intervals = [each.interval for each in group if each.interval]
+        return len(intervals) == len(group) and max(i[0] for i in intervals) <= min(i[1] for i in intervals)
+
+    return all(map(overlap, zip(*map(judged_of, found), strict=True)))
+
+
+def verdict_of(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
+    """Of all results of a claim: theirs, if they have the same."""
+    if found:
+        verdicts = [str(each["verdict"]) for each in found]
+        if len(found) == 1:
+            return verdicts[0]
+        seeds = " and ".join(str(each["seed"]) for each in found)
+        overlap = "intervals overlap" if reproduced(found) else "intervals apart"
+        if len(set(verdicts)) == 1:
+            return f"{verdicts[0]}, by seeds {seeds}; {overlap}"
+        return f"undecided: {', '.join(verdicts)}, by seeds {seeds}; {overlap}"
     if claim.why_not:
         return f"{IMPOSSIBLE}: {claim.why_not}"
     return AWAITS if claim.awaits else QUIET
 
 
-def in_short(claim: Claim, result: dict[str, Any] | None) -> str:
-    """The verdict's first words, and for how many of the judged figures it holds."""
-    word = re.split(":| for ", verdict_of(claim, result))[0]
-    if result is None:
+def in_short(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
+    """The verdict's first words, and for how many of the first result's judged figures it holds."""
+    word = re.split(":|, | for ", verdict_of(claim, found))[0]
+    if not found:
         return word
-    judged = [Figure(**each) for each in result["figures"] if each["above"] is not None]
-    return f"{word} for {len(by_verdict(judged).get(word, judged))} of {len(judged)}"
+    judged = judged_of(found[0])
+    count = f"{word} for {len(by_verdict(judged).get(word, judged))} of {len(judged)}"
+    return count + f", {len(found)} seeds" * (len(found) > 1)
 
 
-def figure_text(figure: dict[str, Any]) -> str:
-    bound = f" [judged: > {figure['above']:g}]" if figure["above"] is not None else ""
-    return f"{figure['what']}: {cell(figure['value'], figure['interval'], '.3f', ' to ')}{bound}"
+def figure_text(figures: Sequence[Figure]) -> str:
+    """One figure of all results."""
+    cells = ", ".join(cell(each.value, each.interval, ".3f", " to ") for each in figures)
+    bound = f" [judged: > {figures[0].above:g}]" if figures[0].above is not None else ""
+    return f"{figures[0].what}: {cells}{bound}"
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -220,25 +263,23 @@ def print_list(folder: Path) -> None:
     table = table_of("claim", "minutes", "verdict, figures", "paper", left=1)
     for claim in CLAIMS:
         minutes = f"{claim.minutes}{', alone' if claim.speed else ''}" if claim.minutes else "–"
-        table.add_row(claim.name, minutes, in_short(claim, found.get(claim.name)), claim.paper)
+        table.add_row(claim.name, minutes, in_short(claim, found.get(claim.name, [])), claim.paper)
     print_table(table)
 
 
-def markdown(found: dict[str, dict[str, Any]]) -> str:
+def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
     """One row for each claim: the paper's statement, what was tested, our judged figures, where and when, verdict."""
     columns = ("claim, paper", "published", "tested here", "ours (95 % interval)", "machine, date", "verdict")
     rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for claim in CLAIMS:
-        result = found.get(claim.name)
-        ours = (
-            "; ".join(figure_text(each) for each in result["figures"] if each["above"] is not None) if result else "–"
-        )
-        where = f"{result['device']}, {result['date']}" if result else "–"
+        own = found.get(claim.name, [])
+        ours = "; ".join(map(figure_text, zip(*map(judged_of, own), strict=True))) or "–"
+        where = "; ".join(dict.fromkeys(f"{each['device']}, {each['date']}" for each in own)) or "–"
         commands = "; ".join(f"`{command}`" for command in claim.commands) if claim.awaits else ""
         if claim.read is not None:
             commands = f"`python benchmarks/claims.py {claim.name}`"
         tested = " ".join(filter(None, (claim.tested, commands))) or "–"
-        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict_of(claim, result))
+        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict_of(claim, own))
         rows.append("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |")
     return "\n".join(rows)
 
@@ -263,11 +304,12 @@ def main() -> None:
         console.print(f"wrote {KEPT}: {len(together)} results; and {PAGE}", markup=False)
     for claim in claims:
         if args.show:
-            print("\n".join(command for _, command in commands_of(claim, args.small, args.out)[0]) or claim.why_not)
+            commands, _ = commands_of(claim, args.small, args.out, args.seed)
+            print("\n".join(command for _, command in commands) or claim.why_not)
             continue
-        result = run(claim, args.small, args.out, ran)
+        result = run(claim, args.small, args.out, args.seed, ran)
         print_result(result)
-        file = args.out / f"{claim.name}{'-small' * args.small}.json"
+        file = args.out / f"{claim.name}{suffix(args.small, args.seed)}.json"
         write_json(file, result)
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
 

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--count", type=int, default=4, help="texts of each kind, or batches (%(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="of speeds (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of texts (%(default)s)")
     machine_options(parser, "of the target's weights")
     return parser
 
@@ -120,7 +121,7 @@ def acceptance(target: Target, args: argparse.Namespace, advance: Callable[[], N
     for kind, context in itertools.product(args.kinds, args.contexts):
         methods = [*settings_of(args, context + 1), *chains]  # all entries, too
         counts: dict[Setting | str, list[list[list[int]]]] = {method: [] for method in methods}  # by text and depth
-        for text in windows(target, kind, args.count, context):
+        for text in windows(target, kind, args.count, context, args.seed):
             batch = Prefilled(target, [text], args.new_tokens)
             for method in methods:
                 drafter = drafter_of(target, method) if isinstance(method, Setting) else chains[method]
@@ -158,7 +159,7 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
     for context in args.contexts:
         settings = settings_of(args, context)
         pairs = sorted({(each.selector, each.entries) for each in settings})
-        single, _ = measure(target, costs, windows(target, args.kinds[0], 2, context), pairs, 32)
+        single, _ = measure(target, costs, windows(target, args.kinds[0], 2, context, args.seed), pairs, 32)
         for rows in args.batch_sizes:
             # Per token.
             seconds: dict[Setting | str, list[float]] = {each: [] for each in ("plain", *settings, *others)}
@@ -166,7 +167,7 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
             executions: dict[Setting | str, str] = {}
             for number in range(args.count):
                 kind = args.kinds[number % len(args.kinds)]
-                texts = windows(target, kind, (number + 1) * rows, context)[number * rows :]
+                texts = windows(target, kind, (number + 1) * rows, context, args.seed)[number * rows :]
                 batch = Prefilled(target, texts, args.new_tokens)
                 steps: dict[Setting | str, Step] = {"plain": batch.plain}
                 steps |= {each: batch.step(drafter_of(target, each)) for each in settings}
@@ -187,9 +188,8 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
                 cached = context + args.new_tokens / 2
                 select = own.select if args.new_tokens > APPENDED else 0.0
                 appended = min(APPENDED, args.new_tokens)
-                plan = predict(
-                    costs.seconds, rows, cached, setting, conditional, select, own.per_step, own.per_draft, appended
-                )
+                beyond = own.per_step, own.per_draft, own.per_plain
+                plan = predict(costs.seconds, rows, cached, setting, conditional, select, *beyond, appended)
                 row = {"batch": rows, "context": context, **vars(setting), **with_interval(columns, name="speedup")}
                 row |= {"by_depth": [round(each, 4) for each in conditional], "tokens": round(plan.tokens, 3)}
                 row["predicted"] = round(plan.speedup, 4)
@@ -208,7 +208,7 @@ def selection(target: Target, args: argparse.Namespace, advance: Callable[[], No
     """T_select: seconds of a selection of all rows, in plain steps of the batch."""
     found: list[dict[str, Any]] = []
     for context, rows in itertools.product(args.contexts, args.batch_sizes):
-        batch = Prefilled(target, windows(target, "books", rows, context), args.new_tokens)
+        batch = Prefilled(target, windows(target, "books", rows, context, args.seed), args.new_tokens)
         plain = min(run.seconds / run.steps for run in (batch.run(batch.plain) for _ in range(args.rounds)))
         for selector, entries in itertools.product(args.selectors, args.entries):
             if entries >= context:

@@ -24,8 +24,9 @@ class Claim:
 
     published: the paper's statement and figure.
     tested: what our commands compare, and on what.
-    commands: with ``{out}``, the claim's folder, ``{shared}``, that of what several claims use, and the fields
-        of ``full`` or ``small``. One whose first word is a path and ``:`` makes that path, and is left out where it is.
+    commands: with ``{out}``, the claim's folder, ``{shared}``, that of what several claims use, ``{seed}``, of prompts,
+        training and samples, and the fields of ``full`` or ``small``. One whose first word is a path and ``:`` makes
+        that path, and is left out where it is.
     first: commands before them, of the small version.
     files: writes what the commands read into a folder, given the fields.
     read: our figures, from the folder ``at``.
@@ -57,8 +58,8 @@ class Claim:
 
 # ---- commands that several claims share
 
-PROMPTS_OF_SSMS = "{shared}/modules.jsonl: python data/prompts.py {sets} --out {shared}/modules.jsonl"
-PROMPTS = "{out}/prompts.jsonl: python data/prompts.py {sets} --out {out}/prompts.jsonl"
+PROMPTS_OF_SSMS = "{shared}/modules.jsonl: python data/prompts.py {sets} --seed {seed} --out {shared}/modules.jsonl"
+PROMPTS = "{out}/prompts.jsonl: python data/prompts.py {sets} --seed {seed} --out {out}/prompts.jsonl"
 CHATS = "human-eval writing questions chat --count 8 --tokenizer models/smollm2 --prompt-tokens 200"
 RARE = "human-eval writing questions rare --count 8 --tokenizer models/smollm2 --prompt-tokens 400"
 MODULES = "stdlib --split test --tokenizer models/tiny-lm --prompt-tokens 96 --count"
@@ -77,7 +78,7 @@ def decoding(tree: str, report: str, drafter: str = "{drafter}") -> str:
 def training(family: str, recipe: str, name: str, more: str) -> str:
     """A run in ``{shared}``, made once."""
     command = f"python train/{family}.py recipes/{recipe}.yaml run.name={name} run.output_dir={{shared}}"
-    return f"{{shared}}/{name}/config.json: {command} --resume {more}"
+    return f"{{shared}}/{name}/config.json: {command} run.seed={{seed}} --resume {more}"
 
 
 def ssms(count: int, steps: str) -> str:
@@ -95,7 +96,7 @@ SMALL_HEADS = training("medusa", "tiny-medusa", "heads", "stages.0.steps=20 " + 
 SMALL_EAGLE = training("eagle", "tiny-eagle1", "eagle", "stages.0.steps=20 " + BRIEF)
 ENSEMBLES = (
     "python benchmarks/ensembles.py {folders} --target models/tiny-lm --prompts {shared}/modules.jsonl {match} "
-    "--max-new-tokens {tokens} --nodes 16 --threads 1"
+    "--max-new-tokens {tokens} --seed {seed} --nodes 16 --threads 1"
 )
 WIDTHS = ENSEMBLES + " --sampling 1 --pattern 1 1 w 1 1 1 1 1 --widths {widths} --out {shared}/widths.json"
 SSM_FULL = {"sets": f"{MODULES} 64", "tokens": 64, "steps": 900, "long": 2700, "brief": "", "match": ""}
@@ -104,8 +105,8 @@ ONE_FULL, ONE_SMALL = ({"folders": "{shared}/one", "widths": w} for w in ("1 2 3
 BOOSTED = {"folders": "{shared}/boosted {shared}/one {shared}/long", "match": "--match 2"}
 ACCEPTANCE = (
     "python benchmarks/compressed.py acceptance {target} --contexts {context} --entries {entries} --kinds books "
-    "manuals passages --selectors streamingllm snapkv topk --drafts 4 --count {count} --new-tokens {tokens} --threads "
-    "1 --out {shared}/acceptance.json"
+    "manuals passages --selectors streamingllm snapkv topk --drafts 4 --count {count} --new-tokens {tokens} --seed "
+    "{seed} --threads 1 --out {shared}/acceptance.json"
 )
 LONG_SMOLLM2 = {"target": "models/smollm2", "context": 2048, "entries": "128 512", "count": 8, "tokens": 48}
 LONG_TINY = {"target": "models/tiny-lm", "context": 96, "entries": "36 48", "count": 2, "tokens": 8}
@@ -140,10 +141,10 @@ CLAIMS = (
         "token under the target, without a judge; beside it δ apart from ε",
         (
             PROMPTS,
-            "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --epsilons "
-            "0.01 0.03 0.09 0.17 0.25 --out {out}/epsilon",
-            "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --epsilons "
-            "0.09 --deltas 0.1 0.3 0.9 --out {out}/delta",
+            "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --seed "
+            "{seed} --epsilons 0.01 0.03 0.09 0.17 0.25 --out {out}/epsilon",
+            "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --seed "
+            "{seed} --epsilons 0.09 --deltas 0.1 0.3 0.9 --out {out}/delta",
         ),
         {"drafter": "models/smollm2-medusa", "tokens": 48, "sets": CHATS},
         {"drafter": "{shared}/heads", "tokens": 12, "sets": f"{MODULES} 6"},
@@ -160,7 +161,7 @@ CLAIMS = (
         (
             PROMPTS,
             "python benchmarks/medusa_stages.py --prompts {out}/prompts.jsonl --steps {steps} --max-new-tokens "
-            "{tokens} --out {out} {brief}",
+            "{tokens} --out {out} run.seed={seed} {brief}",
         ),
         {"sets": f"{MODULES} 64", "steps": 400, "tokens": 64, "brief": ""},
         {"sets": f"{MODULES} 6", "steps": 6, "tokens": 12, "brief": BRIEF},
@@ -312,7 +313,7 @@ CLAIMS = (
         (
             "python benchmarks/compressed.py speed models/tiny-lm --dtype float32 --contexts {contexts} --batch-sizes "
             "{batches} --entries {entries} --drafts 3 --selectors snapkv --count 2 --rounds {rounds} --new-tokens "
-            "{tokens} --out {out}/speed.json",
+            "{tokens} --seed {seed} --out {out}/speed.json",
         ),
         {"contexts": "512 3584", "batches": "1 4 16", "entries": 256, "rounds": 3, "tokens": 64},
         {"contexts": "64 96", "batches": "1 2", "entries": 40, "rounds": 1, "tokens": 8},

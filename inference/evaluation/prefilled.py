@@ -85,7 +85,7 @@ def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]
     return [[sum(n >= d - 1 for n in accepted), sum(n >= d for n in accepted)] for d in range(1, drafts + 1)]
 
 
-def windows(target: Target, source: str, count: int, length: int) -> list[list[int]]:
+def windows(target: Target, source: str, count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Texts of ``length`` tokens: held-out windows as data/prompts.py cuts them of a source.
 
     Raises:
@@ -93,7 +93,7 @@ def windows(target: Target, source: str, count: int, length: int) -> list[list[i
     """
     if target.tokenizer is None:
         raise ValueError(f"target '{target.name}' has no tokenizer")
-    return [prompt.tokens for prompt in prompts(source, "test", count, length, target.tokenizer, 0)]
+    return [prompt.tokens for prompt in prompts(source, "test", count, length, target.tokenizer, seed)]
 
 
 def longest_context(target: Target, new_tokens: int) -> int:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.measurement
 ROOT = Path(__file__).parents[2]
 LONG = ("dynaspec-shortlist", "medusa-stages")  # two minutes on a busy core: they train in several processes
 SHARED = ("specinfer-width", "specinfer-sampling")  # of one measurement
+TOO_FEW = "not comparable: too few texts for an interval"
 RUN = [
     pytest.param((claim.name,), marks=pytest.mark.slow if claim.name in LONG else (), id=claim.name)
     for claim in CLAIMS
@@ -59,7 +60,7 @@ def test_the_small_version(run_main, folder, names):
         ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", 0.0, (-1.0, 1.0), 0.0)], "undecided"),
         ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5), 0.0)], "refuted for b"),
         ([Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5))], "confirmed"),
-        ([Figure("a", 2.0, None, 1.0)], "not comparable: too few texts for an interval"),
+        ([Figure("a", 2.0, None, 1.0)], TOO_FEW),
     ],
 )
 def test_verdicts(figures, verdict):
@@ -100,7 +101,9 @@ def test_every_claim_has_its_source_and_its_end():
 
 
 def test_kept_results_are_of_claims_and_judged_as_they_stand():
-    for name, result in claims.kept().items():
+    found = [(name, result) for name, results in claims.kept().items() for result in results]
+    assert len({(name, result["seed"]) for name, result in found}) == len(found) >= 10
+    for name, result in found:
         assert name in claims.BY_NAME and not result["small"]
         figures = [Figure(**each) for each in result["figures"]]
         assert result["verdict"] == claims.judge(figures), name
@@ -110,17 +113,20 @@ def test_kept_results_are_of_claims_and_judged_as_they_stand():
 
 def test_the_list_and_the_table(run_main, tmp_path):
     """A result of the folder stands in place of the kept one; pages are Markdown with a row for each claim."""
-    result = {"name": "eagle-dynamic-tree", "small": False, "verdict": "undecided", "device": "a machine"}
+    result = {"name": "eagle-dynamic-tree", "small": False, "seed": 0, "verdict": "undecided", "device": "a machine"}
     result |= {"figures": [vars(Figure("τ | x", 1.0, (0.5, 1.5), 1.0))], "date": "2026-01-01"}
-    (tmp_path / "eagle-dynamic-tree.json").write_text(json.dumps(result))
+    for seed, value in enumerate((1.0, 1.2)):
+        again = {"seed": seed, "figures": [vars(Figure("τ | x", value, (value - 0.5, value + 0.5), 1.0))]}
+        (tmp_path / f"{seed}.json").write_text(json.dumps(result | again))
     code, out, _ = run_main(claims.main, "--list", "--out", tmp_path, script="benchmarks/claims.py")
     assert code == 0 and all(claim.name in out for claim in CLAIMS)
     code, out, _ = run_main(claims.main, "--table", "--out", tmp_path, script="benchmarks/claims.py")
     rows = out.splitlines()
     assert code == 0 and len(rows) == 2 + len(CLAIMS) and all(row.replace("\\|", "").count("|") == 7 for row in rows)
     row = next(row for row in rows if "eagle-dynamic-tree" in row)
-    assert "τ \\| x: 1.000 (0.500 to 1.500) [judged: > 1]" in row and "a machine, 2026-01-01" in row
-    assert row.endswith("| undecided |")
+    assert "τ \\| x: 1.000 (0.500 to 1.500), 1.200 (0.700 to 1.700) [judged: > 1]" in row
+    assert "a machine, 2026-01-01" in row
+    assert row.endswith("| undecided, by seeds 0 and 1; intervals overlap |")
     assert any("magicdec-speed" in row and row.endswith("| awaits a GPU |") for row in rows)
 
 
@@ -129,13 +135,13 @@ def test_results_are_kept(run_main, tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "PAGE", str(tmp_path / "page.md"))
     (tmp_path / "out").mkdir()
     for name, small in (("eagle-dynamic-tree", False), ("medusa-stages-small", True)):
-        result = {"name": name.removesuffix("-small"), "small": small, "verdict": "confirmed", "device": "a machine"}
+        result = {"name": name.removesuffix("-small"), "small": small, "seed": 0, "verdict": "confirmed", "device": "a"}
         result |= {"figures": [vars(Figure("τ", 2.0, (1.5, 2.5), 1.0))], "date": "2026-01-01"}
         (tmp_path / "out" / f"{name}.json").write_text(json.dumps(result))
     code, _, err = run_main(claims.main, "--keep", "--out", tmp_path / "out", script="benchmarks/claims.py")
     assert code == 0 and "1 results" in err
     assert [*json.loads((tmp_path / "kept.json").read_text())] == ["eagle-dynamic-tree"]
-    (row,) = [row for row in (tmp_path / "page.md").read_text().splitlines() if "a machine" in row]
+    (row,) = [row for row in (tmp_path / "page.md").read_text().splitlines() if "| a, 2026-01-01" in row]
     assert "**eagle-dynamic-tree**" in row and row.endswith("| confirmed |")
 
 
@@ -151,8 +157,27 @@ def test_verdicts_in_short():
     good, bad, beside = Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5), 0.0), Figure("c", 1.0)
     for figures, said in (([good, bad, beside], "refuted for 1 of 2"), ([good, beside], "confirmed for 1 of 1")):
         result = {"figures": list(map(vars, figures)), "verdict": claims.judge(figures)}
-        assert claims.in_short(claim, result) == said
-    assert claims.in_short(claims.BY_NAME["specinfer-sequences"], None) == "not comparable"
+        assert claims.in_short(claim, [result]) == said
+    assert claims.in_short(claims.BY_NAME["specinfer-sequences"], []) == "not comparable"
+
+
+@pytest.mark.parametrize(
+    ("second", "verdict"),
+    [
+        ((1.5, 2.5), "confirmed, by seeds 0 and 1; intervals overlap"),
+        ((3.5, 4.5), "confirmed, by seeds 0 and 1; intervals apart"),
+        ((0.5, 2.5), "undecided: confirmed, undecided, by seeds 0 and 1; intervals overlap"),
+        (None, f"undecided: confirmed, {TOO_FEW}, by seeds 0 and 1; intervals apart"),
+    ],
+)
+def test_a_verdict_of_two_seeds(second, verdict):
+    results = [
+        {"seed": seed, "figures": [vars(figure)], "verdict": claims.judge([figure])}
+        for seed, figure in enumerate((Figure("a", 2.0, (1.9, 3.0), 1.0), Figure("a", 2.0, second, 1.0)))
+    ]
+    claim = claims.BY_NAME["eagle-dynamic-tree"]
+    assert claims.verdict_of(claim, results) == verdict
+    assert claims.in_short(claim, results) == f"{verdict.split(',')[0].split(':')[0]} for 1 of 1, 2 seeds"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +185,8 @@ def test_verdicts_in_short():
     [
         ([], "give the NAMEs of claims, or one of --list, --table and --keep"),
         (["--list", "--table"], "give the NAMEs of claims, or one of"),
-        (["--list", "--small"], "--small and --show need the NAME of a claim"),
+        (["--list", "--small"], "--small, --show and --seed need the NAME of a claim"),
+        (["eagle-dynamic-tree", "--seed", "-1"], "--seed -1: must be 0 or more"),
         (["eagle-dynamic-tre"], "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
         (["magicdec-speed"], "magicdec-speed: awaits a GPU; --show prints its commands"),
         (["specinfer-sequences"], "specinfer-sequences: there is no decoder of separate sequences"),
