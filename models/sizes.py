@@ -57,4 +57,8 @@ def sizes_of(
     quantized, here = quantize != "none", int(count * BYTES.get(stored, 4.0))
     chosen = choose_dtype(dtype, device, lambda: stored, quantized=quantized, weights=here).value
     shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
-    return Sizes(int(count * BYTES[quantize if quantized else chosen]), kv_bytes(shapes, int(BYTES[chosen])))
+    head = model.get_output_embeddings()
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    narrow = sum(linear) if quantized else 0  # the LM head and all else stay wide
+    weights = narrow * BYTES.get(quantize, 0.0) + (count - narrow) * BYTES[chosen]
+    return Sizes(int(weights), kv_bytes(shapes, int(BYTES[chosen])))

@@ -25,6 +25,18 @@ def test_sizes_are_the_loaded_models(make_target, family, tmp_path):
         assert sizes.layers == kv_bytes(target.kv_shapes, size)
 
 
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+def test_quantized_layers_are_narrow_and_the_rest_is_not(tiny_lm):
+    """bitsandbytes leaves embeddings, a tenth and more of the weights, and the LM head as they are."""
+    pytest.importorskip("bitsandbytes")
+    loaded = load_target(str(tiny_lm), dtype="bfloat16", quantize="8bit").model
+    sizes = sizes_of(str(tiny_lm), "bfloat16", quantize="8bit")
+    assert sizes is not None
+    assert sizes.weights == pytest.approx(loaded.get_memory_footprint(return_buffers=False), rel=0.01)
+    whole = sizes_of(str(tiny_lm), "bfloat16")
+    assert whole is not None and 1.2 < whole.weights / sizes.weights < 1.9
+
+
 @pytest.fixture
 def free(monkeypatch):
     """free(bytes): so many are left."""
