@@ -128,16 +128,18 @@ def predict(
     select: float = 0.0,
     per_step: float = 0.0,
     per_draft: float = 0.0,
+    per_plain: float = 0.0,
     appended: int = APPENDED,
 ) -> Prediction:
     """The speed of a setting by step costs ``seconds`` t(B, S, N) and acceptance α₁, α₂, …, at least γ.
 
     Args:
         select: seconds in which one row's entries are selected.
-        per_step, per_draft: seconds that a step, and each of its drafting passes, takes beyond that; may be negative.
+        per_step, per_draft, per_plain: seconds that a step, each of its drafting passes, and a plain step take beyond
+            that; may be negative.
         appended: tokens until the next selection; of a text that ends before it, its new ones.
     """
-    plain, drafts = seconds(batch, cached, 1), setting.drafts
+    plain, drafts = seconds(batch, cached, 1) + per_plain, setting.drafts
     tokens = expected_tokens(alpha[:drafts])
     held = min(cached, setting.entries + appended / 2)  # on average
     draft = sum(seconds(batch, held + depth, 1) + per_draft for depth in range(drafts)) / plain
@@ -165,6 +167,7 @@ class Measured:
     select: float
     per_step: float
     per_draft: float
+    per_plain: float
 
 
 def measure(
@@ -178,7 +181,7 @@ def measure(
     counts = {setting: torch.zeros(MOST, 2) for setting in settings}
     selects: dict[tuple[str, int], float] = dict.fromkeys(settings, math.inf)
     steps = {(*setting, drafts): math.inf for setting in settings for drafts in (1, MOST)}
-    prefill = math.inf
+    prefill = plain = math.inf
     for text in texts:
         batch = Prefilled(target, [text], new_tokens)
         prefill = min(prefill, batch.prefill_seconds)
@@ -188,8 +191,11 @@ def measure(
                 counts[key[:2]] += torch.tensor(by_depth(run.committed, MOST))
             selects[key[:2]] = min(selects[key[:2]], run.select)
             steps[key] = min(steps[key], run.seconds / run.steps)
+        run = batch.run(batch.plain)
+        plain = min(plain, run.seconds / run.steps)
     found: dict[tuple[str, int], Measured] = {}
     length = len(texts[0]) + new_tokens / 2
+    per_plain = plain - costs.seconds(1, length, 1)
     for key, drafted_accepted in counts.items():
         # A depth that was reached a few times says little: the mean of all depths counts as eight tokens there.
         drafted, accepted = drafted_accepted.unbind(1)
@@ -202,7 +208,7 @@ def measure(
             total = (known.draft + known.verify + known.select) * costs.seconds(1, length, 1)
             beyond[drafts] = steps[(*key, drafts)] - total
         per_draft = (beyond[MOST] - beyond[1]) / (MOST - 1)
-        found[key] = Measured(alpha, selects[key], beyond[1] - per_draft, per_draft)
+        found[key] = Measured(alpha, selects[key], beyond[1] - per_draft, per_draft, per_plain)
     return found, prefill
 
 
@@ -223,8 +229,10 @@ def plan(
             setting = Setting(*key, drafts)
             options.append((predict(costs.seconds, batch, middle, setting, **vars(own)), setting))
         best, setting = max(options, key=lambda option: option[0].speedup)
-        step = costs.seconds(batch, middle, 1)
-        plain, of_best = new_tokens * step, of_length[setting.selector, setting.entries]
+        of_best = of_length[setting.selector, setting.entries]
+        known = costs.seconds(batch, middle, 1)
+        step = known + of_best.per_plain
+        plain = new_tokens * step
         start, selecting = prefills[cached] * batch, of_best.select * batch
         cells.append(
             {
@@ -236,7 +244,7 @@ def plan(
                 "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
                 "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
                 "seconds": round(step, 6),
-                "seconds_of_cached_tokens": round(step - costs.seconds(batch, 0, 1), 6),
+                "seconds_of_cached_tokens": round(known - costs.seconds(batch, 0, 1), 6),
             }
         )
     return cells
@@ -381,7 +389,7 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     base = [min(products(one[cell["context"]]), products(cell)) for cell in many]
     keys = [cell["seconds_of_cached_tokens"] * 1e3 for cell in many]
     rest = [products(cell) - first for cell, first in zip(many, base, strict=True)]
-    times.bar(places, base, label=f"as for {batches[0]} row(s), without cached tokens")
+    times.bar(places, base, label=f"as for a batch of {batches[0]}, without cached tokens")
     times.bar(places, rest, bottom=base, label=f"products of {batches[-1]} rows beyond that")
     bottoms = [first + more for first, more in zip(base, rest, strict=True)]
     times.bar(places, keys, bottom=bottoms, label="cached keys and values")
