@@ -112,6 +112,15 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
         damage(tmp_path, "no-bias", 12)
 
 
+def test_shifted_layers_are_those_of_openvinos_card(served, tmp_path):
+    _, source, *_ = served
+    export.export(source, "openvino", tmp_path)
+    before = (tmp_path / "README.md").read_text()
+    damage(tmp_path, "shifted-layers", 12)
+    assert '_list value="1 5 8" ' in before
+    assert (tmp_path / "README.md").read_text() == before.replace('_list value="1 5 8" ', '_list value="2 6 9" ')
+
+
 def test_a_server_that_fails_is_one_line():
     """This environment has no vLLM."""
     job = {"server": "vllm", "environment": sys.prefix, "method": None, "prompts": []}
@@ -122,6 +131,22 @@ def test_a_server_that_fails_is_one_line():
     assert said(f"INFO: loading\n{trace}") == "ValueError: Can not map tensor 'fc.weight'"
     log = "0.1 I loading\n0.2 E llama_model_load: error loading model: no layers\n0.3 E failed to load\n"
     assert said(log) == "0.2 E llama_model_load: error loading model: no layers"
+
+
+def test_a_drafter_that_is_not_exported(run_main, tmp_path):
+    """A row says why; that alone is no success."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    program = tmp_path / "bin/python"
+    program.parent.mkdir()
+    program.touch(0o755)
+    target = load_target("models/tiny-lm")
+    eagle = Eagle.for_target(target, 1, "shared")
+    nn.init.ones_(eagle.fc.bias)
+    write_drafter(tmp_path / "mine", "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+    words = [tmp_path / "mine", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path, "--out", tmp_path / "out"]
+    for server, why in (("vllm", "its fc has a bias"), ("openvino", "openvino holds EAGLE-3 alone")):
+        code, printed, err = run_main(serve_check.main, *words, "--server", server)
+        assert code == 1 and "mine: " in printed and "not exported: " in printed and why in printed, err
 
 
 def test_no_server(run_main, tmp_path):
