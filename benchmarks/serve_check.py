@@ -162,19 +162,27 @@ def in_server(job: dict[str, Any]) -> dict[str, Any]:
     return served
 
 
-def cut(text: Generation, limit: int, stop_ids: frozenset[int], shortened: bool = False) -> Generation:
-    """A text that was decoded beyond its end, up to its end, and its steps up to the one that writes it, whole: a
-    server counts what that step accepted before it cuts the text. ``shortened``: it drafts no more tokens than the
-    limit leaves room for, and none in a step that writes the last one."""
+def cut(text: Generation, limit: int, stop_ids: frozenset[int], server: str = "vllm", drafted: int = 0) -> Generation:
+    """A text that was decoded beyond its end, up to its end, and its steps up to the one that writes it, as a server
+    counts them. ``drafted``: tokens of a draft.
+
+    Of a step that writes a stop id vLLM counts all that it accepted, OpenVINO what it wrote, and llama.cpp, too, unless
+    the stop id is the draft's last token. llama.cpp drafts no more tokens than the limit leaves room for, and none in a
+    step that writes the last one."""
     ends = [place for place, token in enumerate(text.tokens) if token in stop_ids]
     tokens = text.tokens[: min([limit, *(place + 1 for place in ends)])]
     steps, count = list[int](), 1  # the prompt's pass writes the first token
     for committed in text.accepted:
-        room = limit - count
-        if count >= len(tokens) or (shortened and room == 1):
-            break
-        steps.append(min(committed, room) if shortened else committed)
+        room, left = limit - count, len(tokens) - count
         count += committed
+        if left <= 0 or (server == "llamacpp" and room == 1):
+            break
+        if server == "llamacpp":
+            committed = min(committed, room)
+        whole = server == "vllm" or (server == "llamacpp" and left >= min(drafted, room - 1))
+        if tokens[-1] in stop_ids and not whole:
+            committed = min(committed, left)
+        steps.append(committed)
     return replace(text, tokens=tokens, accepted=steps)
 
 
@@ -302,7 +310,7 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
     )
-    ours = [cut(text, args.max_new_tokens, target.stop_ids, args.server == "llamacpp") for text in longer]
+    ours = [cut(text, args.max_new_tokens, target.stop_ids, args.server, tokens) for text in longer]
     found = compare(target, prompts, plain, ours, served, tokens, case.method != NGRAM)
     found |= {
         "server": served["server"],

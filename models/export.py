@@ -310,7 +310,7 @@ Logits computed from these files were compared with the drafter's own; `provenan
 
 ## Measured
 
-By draftsmith, before the export, with trees where a row says so; SGLang verifies chains or trees, others chains.
+By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang and OpenVINO trees, too.
 
 {measured(source.folder)}
 

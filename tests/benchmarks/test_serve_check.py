@@ -12,7 +12,7 @@ from draftsmith.benchmarks import serve_check
 from draftsmith.benchmarks.serve_check import compare, cut, damage, in_server, sentence
 from draftsmith.benchmarks.servers import said
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
@@ -56,7 +56,7 @@ def answer_of(ours):
 
 
 def test_a_text_is_cut_where_it_ends():
-    """At the limit or behind the first stop id; the step that writes the end counts whole."""
+    """At the limit or behind the first stop id; the step that writes the end counts as each server counts it."""
     target = load_target("models/tiny-lm")
     (text,) = SpeculativeDecoder(target).generate([PROMPTS[0]], 8, stop_ids=frozenset())
     text.accepted[:] = [3, 1, 2, 1]
@@ -64,8 +64,20 @@ def test_a_text_is_cut_where_it_ends():
         done = cut(text, limit, frozenset(text.tokens[place] for place in stops))
         assert (done.tokens, done.accepted) == (text.tokens[:tokens], text.accepted[:steps])
     for limit, steps in ((8, [3, 1, 2]), (7, [3, 1, 2]), (6, [3, 1]), (4, [3]), (3, [2]), (2, [])):
-        done = cut(text, limit, frozenset(), shortened=True)
+        done = cut(text, limit, frozenset(), "llamacpp", 3)
         assert (done.tokens, done.accepted) == (text.tokens[:limit], steps), "no more is drafted than there is room for"
+    text = Generation(list(range(8)), [4, 3])
+    for place, vllm, openvino, llamacpp in (
+        (1, [4], [1], [1]),
+        (2, [4], [2], [2]),
+        (3, [4], [3], [4]),  # the draft's last token: llama.cpp takes it, and one more
+        (4, [4], [4], [4]),
+        (5, [4, 3], [4, 1], [4, 1]),
+        (6, [4, 3], [4, 2], [4, 3]),  # with room for a draft of two
+    ):
+        for server, steps in (("vllm", vllm), ("openvino", openvino), ("llamacpp", llamacpp)):
+            done = cut(text, 8, frozenset([place]), server, 3)
+            assert (len(done.tokens), done.accepted) == (place + 1, steps), (place, server)
 
 
 def test_equal_and_not(served):
