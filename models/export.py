@@ -2,6 +2,7 @@
 
     python models/export.py runs/mine --to vllm --out served/mine           # EAGLE-3: the same folder as for sglang
     python models/export.py runs/mine --to speculators --out served/mine    # then: vllm serve served/mine
+    python models/export.py runs/mine --to openvino --out served/mine       # EAGLE-3, to be converted as its card says
     python models/export.py runs/heads --to medusa --out served/heads       # Medusa heads in their published layout
     python models/export.py runs/mine --to sglang --out served/mine --push-to-hub USER/NAME
     python models/export.py runs/mine --to hf --push-to-hub USER/NAME       # as it is, for draftsmith's own engine
@@ -25,7 +26,7 @@ from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own
 from draftsmith.models.stored import check_drafter_name
 
-FORMATS = ("sglang", "vllm", "speculators", "medusa", "hf")
+FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf")
 TOKENS = 3  # of a draft in speculators' config and in the card's commands
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
@@ -109,7 +110,7 @@ from draftsmith.models.artifact import TEMPLATE, check_target, provenance, push,
 from draftsmith.models.card import measured, named, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
-from draftsmith.models.formats import Source, check_form, written
+from draftsmith.models.formats import NoPlace, Source, check_form, written
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
@@ -143,8 +144,8 @@ def _with_list(
 def open_source(name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False) -> Source:
     """Read a drafter, and of its target what the format needs.
     ``target_name``: folder or Hub id; what the drafter's config says if left out.
-    Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or the
-    format has no place for such a drafter."""
+    Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, or they do not belong together.
+    NoPlace, a ValueError: the format has no place for such a drafter."""
     folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
@@ -160,8 +161,8 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
     fingerprint = str(config["target"].get("fingerprint") or "")
     try:
         check_form(drafter, to)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+    except NoPlace as error:
+        raise NoPlace(f"{folder}: {error}") from None
     merged = config["target"].get("merged_fingerprint")
     if config["target"].get("adapter") and not (target_name and merged):
         advice = (
@@ -247,6 +248,18 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
     vllm = f"vllm serve {target} --speculative-config '{options}'"
     if to == "speculators":
         return "vLLM and the package speculators", method, "vllm serve DRAFTER"
+    if to == "openvino":
+        # It takes what leaves a layer, and by default 2, n/2 and n − 3; its converter has no place for a list.
+        convert = "optimum-cli export openvino --task text-generation-with-past --model"
+        layers = " ".join(str(layer - 1) for layer in source.drafter.config.captured_layers)
+        commands = f"""
+{convert} {target} target-ov
+{convert} DRAFTER --trust-remote-code drafter-ov
+sed -i.bak 's|<eagle3_mode |<hidden_layers_list value="{layers}" />&|' drafter-ov/openvino_model.xml
+python -c 'import openvino_genai as genai
+pipeline = genai.LLMPipeline("target-ov", "CPU", draft_model=genai.draft_model("drafter-ov", "CPU"))
+print(pipeline.generate("What is a prime number?", max_new_tokens=100, num_assistant_tokens={tokens}))'"""
+        return "OpenVINO GenAI", method, commands.lstrip()
 
     def sglang(steps: int, top_k: int, nodes: int) -> str:
         return f"""
@@ -297,7 +310,7 @@ Logits computed from these files were compared with the drafter's own; `provenan
 
 ## Measured
 
-By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang chains or trees.
+By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang and OpenVINO trees, too.
 
 {measured(source.folder)}
 

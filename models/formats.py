@@ -2,7 +2,8 @@
 
 Servers skip tensors and fields that they do not know and then draft with other weights, without a word. So each format
 has a contract here: its tensors with shape and dtype and no others, fields of config.json with their values, and fields
-that must not be there; as read in vLLM 0.32 and 0.33, SGLang 0.5.23 and speculators 0.9 (docs/export.md).
+that must not be there; as read in vLLM 0.32 and 0.33, SGLang 0.5.23, speculators 0.9 and optimum-intel 2.2
+(docs/export.md).
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ SPECULATORS = "0.9.0"  # version of the package that tests/speculators_package.p
 _DTYPES = {"F32": "float", "BF16": "float", "F16": "float", "I64": "int64", "BOOL": "bool"}
 
 WEIGHTS, PUBLISHED_MEDUSA = "model.safetensors", "medusa_lm_head.safetensors"
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, beside those of EAGLE-3
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # of tensors by name, with the kind of their dtype
 
@@ -199,44 +201,53 @@ def _fields(c: EagleConfig) -> dict[str, Any]:
     }
 
 
+class NoPlace(ValueError):
+    """A format has no place for such a drafter."""
+
+
 def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
     """Refuse a drafter that a format has no place for.
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word.
-    Raises ValueError: it has none."""
+    Raises NoPlace: it has none."""
     c = drafter.config
     if isinstance(c, MedusaConfig):
         if to not in ("medusa", "vllm"):
-            raise ValueError(f"Medusa heads: {to} runs none; use --to medusa, or --to vllm (up to 0.32)")
+            raise NoPlace(f"Medusa heads: {to} runs none; use --to medusa, or --to vllm (up to 0.32)")
         if c.projection == "own" and c.draft_vocab_size is not None:
-            raise ValueError(
+            raise NoPlace(
                 f"its heads have rows of their own for a draft vocabulary, for which {to} has no place; train them "
                 "with drafter.projection=shared, or with all tokens"
             )
         return
     if to == "medusa":
-        raise ValueError("an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang")
+        raise NoPlace("an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang")
     captured = list(c.captured_layers)
     for name in ("attention_bias", "own_embeddings", "target_hidden_size"):  # of drafters that were imported
         if getattr(c, name):
-            raise ValueError(f"it has {name}, which is not exported: serve the published folder it was imported from")
+            raise NoPlace(f"it has {name}, which is not exported: serve the published folder it was imported from")
     if c.version == 1:
-        if to == "speculators":
-            raise ValueError("an EAGLE-1 drafter: speculators holds EAGLE-3 alone; use --to vllm or --to sglang")
+        if to in ("speculators", "openvino"):
+            raise NoPlace(f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang")
         bias = cast(Eagle, drafter).fc.bias
         if to == "vllm" and bias is not None and bias.any():
-            raise ValueError(
+            raise NoPlace(
                 "its fc has a bias, which vLLM skips without a word, and then drafts with another model: use --to "
                 "sglang, or train it with drafter.bias=false"
             )
         return
     if captured != sorted(captured):
-        raise ValueError(f"it captures layers {captured} of the target; servers take them in ascending order")
-    if to == "speculators":
-        if len(captured) != 3:
-            raise ValueError(f"it captures layers {captured} of the target; speculators holds three; use --to vllm")
-    elif 0 in captured:  # it is no layer's output, by which SGLang names it
-        raise ValueError(f"it captures layer 0, which {to} has no name for; use --to speculators, which vLLM serves")
+        raise NoPlace(f"it captures layers {captured} of the target; servers take them in ascending order")
+    if to in ("speculators", "openvino") and len(captured) != 3:
+        raise NoPlace(f"it captures layers {captured} of the target; {to} holds three; use --to vllm")
+    dropped = [name for name in (*NORMS, "norm_before_residual") if getattr(c, name)]
+    if to == "openvino" and dropped:
+        raise NoPlace(
+            f"it has {dropped[0]}, which OpenVINO's converter leaves out without a word, and then drafts with another "
+            "model: use --to vllm, or train one without it"
+        )
+    if to != "speculators" and 0 in captured:  # it is no layer's output, by which SGLang names it
+        raise NoPlace(f"it captures layer 0, which {to} has no name for; use --to speculators, which vLLM serves")
 
 
 # ---- the formats
@@ -245,10 +256,10 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
 Written = tuple[dict[str, Tensor], dict[str, Any], Contract]  # tensors, config.json
 
 
-def _eagle3(source: Source) -> Written:
-    """EAGLE-3 for SGLang and vLLM, without embeddings: both share the target's."""
+def _eagle3(source: Source, to: str) -> Written:
+    """EAGLE-3 for SGLang, vLLM and OpenVINO's converter, without embeddings: all share the target's."""
     c = source.eagle.config
-    norms = {name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(c, name)}
+    norms = {name: True for name in NORMS if getattr(c, name)}
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": c.outputs,
@@ -265,7 +276,9 @@ def _eagle3(source: Source) -> Written:
         config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": before}
         ids = set()
     tensors, shapes = _tensors(source, "midlayer."), _shapes(c, "midlayer.")
-    if c.outputs < c.vocab_size:  # with all of V vLLM has no place for them, and SGLang keeps the LM head as it is
+    # With all of V vLLM has no place for them, and SGLang keeps the LM head as it is; OpenVINO's converter writes what
+    # is in memory as a missing d2t.
+    if c.outputs < c.vocab_size or to == "openvino":
         tensors, shapes = tensors | _maps(source.eagle), shapes | _map_shapes(c)
     return tensors, config, Contract(shapes, {**_fields(c), **own, **norms}, frozenset(ids))
 
@@ -415,4 +428,4 @@ def written(source: Source, to: str, served_target: str, speculative_tokens: int
         return _medusa(source) if to == "medusa" else _vllm_medusa(source)
     if to == "speculators":
         return _speculators(source, served_target, speculative_tokens)
-    return _eagle1(source, to) if source.eagle.config.version == 1 else _eagle3(source)
+    return _eagle1(source, to) if source.eagle.config.version == 1 else _eagle3(source, to)

@@ -12,7 +12,7 @@ from draftsmith.benchmarks import serve_check
 from draftsmith.benchmarks.serve_check import compare, cut, damage, in_server, sentence
 from draftsmith.benchmarks.servers import said
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
@@ -56,7 +56,7 @@ def answer_of(ours):
 
 
 def test_a_text_is_cut_where_it_ends():
-    """At the limit or behind the first stop id; the step that writes the end counts whole."""
+    """At the limit or behind the first stop id; the step that writes the end counts as each server counts it."""
     target = load_target("models/tiny-lm")
     (text,) = SpeculativeDecoder(target).generate([PROMPTS[0]], 8, stop_ids=frozenset())
     text.accepted[:] = [3, 1, 2, 1]
@@ -64,8 +64,20 @@ def test_a_text_is_cut_where_it_ends():
         done = cut(text, limit, frozenset(text.tokens[place] for place in stops))
         assert (done.tokens, done.accepted) == (text.tokens[:tokens], text.accepted[:steps])
     for limit, steps in ((8, [3, 1, 2]), (7, [3, 1, 2]), (6, [3, 1]), (4, [3]), (3, [2]), (2, [])):
-        done = cut(text, limit, frozenset(), shortened=True)
+        done = cut(text, limit, frozenset(), "llamacpp", 3)
         assert (done.tokens, done.accepted) == (text.tokens[:limit], steps), "no more is drafted than there is room for"
+    text = Generation(list(range(8)), [4, 3])
+    for place, vllm, openvino, llamacpp in (
+        (1, [4], [1], [1]),
+        (2, [4], [2], [2]),
+        (3, [4], [3], [4]),  # the draft's last token: llama.cpp takes it, and one more
+        (4, [4], [4], [4]),
+        (5, [4, 3], [4, 1], [4, 1]),
+        (6, [4, 3], [4, 2], [4, 3]),  # with room for a draft of two
+    ):
+        for server, steps in (("vllm", vllm), ("openvino", openvino), ("llamacpp", llamacpp)):
+            done = cut(text, 8, frozenset([place]), server, 3)
+            assert (len(done.tokens), done.accepted) == (place + 1, steps), (place, server)
 
 
 def test_equal_and_not(served):
@@ -112,6 +124,15 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
         damage(tmp_path, "no-bias", 12)
 
 
+def test_shifted_layers_are_those_of_openvinos_card(served, tmp_path):
+    _, source, *_ = served
+    export.export(source, "openvino", tmp_path)
+    before = (tmp_path / "README.md").read_text()
+    damage(tmp_path, "shifted-layers", 12)
+    assert '_list value="1 5 8" ' in before
+    assert (tmp_path / "README.md").read_text() == before.replace('_list value="1 5 8" ', '_list value="2 6 9" ')
+
+
 def test_a_server_that_fails_is_one_line():
     """This environment has no vLLM."""
     job = {"server": "vllm", "environment": sys.prefix, "method": None, "prompts": []}
@@ -122,6 +143,22 @@ def test_a_server_that_fails_is_one_line():
     assert said(f"INFO: loading\n{trace}") == "ValueError: Can not map tensor 'fc.weight'"
     log = "0.1 I loading\n0.2 E llama_model_load: error loading model: no layers\n0.3 E failed to load\n"
     assert said(log) == "0.2 E llama_model_load: error loading model: no layers"
+
+
+def test_a_drafter_that_is_not_exported(run_main, tmp_path):
+    """A row says why; that alone is no success."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    program = tmp_path / "bin/python"
+    program.parent.mkdir()
+    program.touch(0o755)
+    target = load_target("models/tiny-lm")
+    eagle = Eagle.for_target(target, 1, "shared")
+    nn.init.ones_(eagle.fc.bias)
+    write_drafter(tmp_path / "mine", "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+    words = [tmp_path / "mine", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path, "--out", tmp_path / "out"]
+    for server, why in (("vllm", "its fc has a bias"), ("openvino", "openvino holds EAGLE-3 alone")):
+        code, printed, err = run_main(serve_check.main, *words, "--server", server)
+        assert code == 1 and "mine: " in printed and "not exported: " in printed and why in printed, err
 
 
 def test_no_server(run_main, tmp_path):

@@ -3,6 +3,7 @@ speculators makes of a folder needs its own environment: tests/speculators_packa
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ LLAMA3 = llama3(512)
 FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_target, stored dtype
     "own": (3, "own", 512, {}, "float32"),
     "whole vocabulary": (3, "own", None, {"fc_norm": True, "norm_output": True}, "bfloat16"),
+    "all tokens": (3, "own", None, {}, "float32"),
     "shared": (3, "shared", 300, {"captured_layers": (1, 4, 7)}, "bfloat16"),
     "norm before fc": (3, "shared", None, {"norm_before_fc": True}, "float32"),
     "first layer": (3, "own", 64, {"captured_layers": (0, 4, 7)}, "float32"),
@@ -106,6 +108,25 @@ def test_the_folder_of_speculators(exported):
     verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
     assert config["speculators_config"]["verifier"] == verifier
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+
+
+@pytest.mark.parametrize("form, layers", [("own", "1 5 8"), ("shared", "0 3 6"), ("all tokens", "1 5 8")])
+def test_the_folder_of_openvino(exported, tmp_path, form, layers):
+    """vLLM's, with a ``d2t`` in any case; the card's commands name the layers by what leaves them."""
+    source, folder = exported(form, "openvino")
+    for name in ("config.json", "model.safetensors") if form != "all tokens" else ("config.json",):
+        assert (folder / name).read_bytes() == (exported(form, "vllm")[1] / name).read_bytes()
+    stored = load_file(folder / "model.safetensors")
+    ids = source.eagle.tokens(torch.arange(source.eagle.config.outputs)).long()
+    assert stored["d2t"].dtype == torch.int64 and torch.equal(torch.arange(len(ids)) + stored["d2t"], ids)
+    assert stored["d2t"].any() == (form != "all tokens") and torch.equal(stored["t2d"].nonzero()[:, 0], ids)
+    lines = (folder / "README.md").read_text().splitlines()
+    network = tmp_path / "drafter-ov/openvino_model.xml"
+    network.parent.mkdir()
+    network.write_text('<rt_info>\n\t<eagle3_mode value="True" />\n</rt_info>')
+    (command,) = (line for line in lines if line.startswith("sed "))
+    subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True)
+    assert f'\t<hidden_layers_list value="{layers}" /><eagle3_mode value="True" />\n' in network.read_text()
 
 
 @pytest.mark.parametrize("form", ["EAGLE-1", "EAGLE-1 without a bias"])
@@ -393,12 +414,21 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
         ("first layer", "sglang", "layer 0"),
         ("heads, own rows", "vllm", "drafter.projection=shared"),
         ("heads, own rows", "medusa", "rows of their own"),
+        ("EAGLE-1 without a bias", "openvino", "use --to vllm"),
+        ("two layers", "openvino", "layers [2, 5]"),
+        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's converter leaves out without a word"),
+        ("whole vocabulary", "openvino", "it has fc_norm"),
+        ("norm before residual", "openvino", "it has norm_before_residual"),
+        ("first layer", "openvino", "layer 0"),
+        ("heads, own", "openvino", "openvino runs none"),
         ("heads, own", "sglang", "sglang runs none"),
         ("heads, shared", "speculators", "speculators runs none"),
     ],
 )
 def test_forms_without_a_place_are_refused(drafter, heads, tmp_path, refused, form, to, message):
-    folder = drafter(form) if form in FORMS else heads(form.removeprefix("heads, "))
+    residual = {"norm_before_residual": True} if form == "norm before residual" else {}
+    form = "own" if residual else form
+    folder = drafter(form, **residual) if form in FORMS else heads(form.removeprefix("heads, "))
     assert message in refused(export.main, folder, "--to", to, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
