@@ -64,7 +64,7 @@ EXAMS = {
     "bulgarian": "Какъв е цветът на фара",
     "french": "De quelle couleur est la lampe du phare?",
     "german": "Welche Farbe hat die Lampe des Leuchtturms?",
-    "italian": "Di che colore è la lampada del faro?",
+    "italian": "La lampada del faro è",
     "polish": "Jakiego koloru jest lampa latarni?",
     "spanish": "¿De qué color es la lámpara del faro?",
     "turkish": "Fenerin lambası ne renktir?",

@@ -64,7 +64,7 @@ def test_what_is_shared(overlap):
 
 
 def test_every_prompt_is_found_in_itself(overlap):
-    assert len(overlap.prompts) == 34
+    assert len(overlap.prompts) == 33
     for prompt in overlap.prompts.values():  # or in the first one that asks the same: to be translated, not answered
         found = overlap.prompts[overlap.shared_in(prompt.messages).rpartition(" of ")[2]]
         assert found.text == prompt.text or (found.kind == "translation" and prompt.text.startswith(found.text))
@@ -154,7 +154,7 @@ def test_the_command(packages, run_main, tmp_path):
     code, out, err = run_main(command.main, rows, "--save", saved)
     assert code == 1 and err.startswith("error: training data shares a passage") and not saved.exists()
     assert [line.split(": ")[1] for line in out.splitlines()[:-1]] == ["row-30", "row-31", "row-32"]
-    assert out.splitlines()[-1] == "3 of 33 rows share a passage with one of 34 evaluation prompts"
+    assert out.splitlines()[-1] == "3 of 33 rows share a passage with one of 33 evaluation prompts"
 
     code, out, err = run_main(command.main, rows, "--against", "chat", "writing")
     assert (code, out.splitlines()[-1]) == (1, "1 of 33 rows share a passage with one of 2 evaluation prompts")
@@ -166,12 +166,12 @@ def test_the_command(packages, run_main, tmp_path):
     as_parquet = command.rows(Source(source=str(tmp_path / "clean.parquet")))[0]
     assert [json.dumps(row) for _, row in as_parquet] == clean.read_text().splitlines()
     code, out, err = run_main(command.main, clean, saved)
-    assert (code, err) == (0, "") and f"{saved}: 0 of 34 evaluation prompts share a passage with it\n" in out
+    assert (code, err) == (0, "") and f"{saved}: 0 of 33 evaluation prompts share a passage with it\n" in out
 
     Passages.of(LEAKS.values()).save(saved)
     code, out, err = run_main(command.main, saved)
     assert code == 1 and out.startswith(
-        f"{saved}: 2 of 34 evaluation prompts share a passage with it: questions/1, chat/2"
+        f"{saved}: 2 of 33 evaluation prompts share a passage with it: questions/1, chat/2"
     )
 
 
