@@ -7,12 +7,14 @@ ptxas, cuobjdump and nvdisasm are inside each wheel.
 """
 
 import argparse
+import itertools
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,16 +74,42 @@ class Resources(NamedTuple):
     wide: int
 
 
-def resources(done: Any) -> Resources:
-    """Those of Triton's compiled kernel, by the tools of its wheel."""
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+def run_tool(name: str, *options: str, given: bytes) -> str:
+    """What a tool of Triton's wheel prints of a file."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
+        file.write(given)
         file.flush()
-        usage, code = (
-            subprocess.run([tools / tool[0], *tool[1:], file.name], capture_output=True, text=True, check=True).stdout
-            for tool in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
-        )
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin" / name, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The section .text of a kernel's ELF file."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<3H", cubin, 58)
+    sections = [struct.unpack_from("<2I4Q", cubin, table + size * number) for number in range(count)]
+    strings = sections[names][4]
+    (code,) = (
+        cubin[place : place + length]
+        for name, _, _, _, place, length in sections
+        if cubin.startswith(b".text.", strings + name)
+    )
+    return code
+
+
+def disassembled(cubins: Sequence[bytes]) -> list[str]:
+    """The instructions of each kernel, by one call: nvdisasm takes far longer to start than for a kernel."""
+    codes = [machine_code(cubin) for cubin in cubins]
+    lines = re.findall(
+        r"^\s*/\*[0-9a-f]+\*/(.*)$", run_tool("nvdisasm", "-b", "SM90a", given=b"".join(codes)), re.MULTILINE
+    )
+    assert 16 * len(lines) == sum(map(len, codes)), "bytes of an instruction"
+    ends = list(itertools.accumulate(len(code) // 16 for code in codes))
+    return ["\n".join(lines[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def resources(done: Any, code: str) -> Resources:
+    """Those of Triton's compiled kernel with these instructions, by the tools of its wheel."""
+    usage = run_tool("cuobjdump", "--dump-resource-usage", given=done.asm["cubin"])
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", usage)}
     shared, threads = done.metadata.shared, 32 * done.metadata.num_warps
     by_registers = min(2048, 65536 // (-(-used["REG"] // 8) * 8)) // threads
@@ -300,18 +328,19 @@ OTHERS: dict[str, Callable[[], None]] = {
 def report(cases: dict[str, bool]) -> list[tuple[str, Launch, Resources, list[str]]]:
     """Compile the launches of these entries of ``MAIN`` (True) and ``OTHERS`` (False): each of them once, with what is
     wrong with it."""
-    rows: list[tuple[str, Launch, Resources, list[str]]] = []
-    known: set[str] = set()
+    compiled: dict[str, tuple[str, Launch, Any]] = {}
     for case, main in cases.items():
         launches: list[Launch] = []
         with intercepted(launches.append):
             (MAIN if main else OTHERS)[case]()
         for launch in launches:
-            if launch.key not in known:
-                done = launch.compiled()
-                found = resources(done)
-                rows.append((case, launch, found, complaints(launch, done, found, main)))
-                known.add(launch.key)
+            if launch.key not in compiled:
+                compiled[launch.key] = case, launch, launch.compiled()
+    codes = disassembled([done.asm["cubin"] for *_, done in compiled.values()])
+    rows: list[tuple[str, Launch, Resources, list[str]]] = []
+    for (case, launch, done), code in zip(compiled.values(), codes, strict=True):
+        found = resources(done, code)
+        rows.append((case, launch, found, complaints(launch, done, found, cases[case])))
     return rows
 
 

@@ -2,20 +2,21 @@
 families, and what each of them writes by plain greedy decoding."""
 
 import os
-import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")  # measured choices, not the user's
 
+import atexit
 import contextlib
 import gc
 import importlib.util
 import io
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ sys.path.insert(0, str(Path(__file__).parent / "family"))  # toy_family.py
 from draws import SEED, fixed_seed, near_tie, shift_seeds
 
 pytest.register_assert_rewrite("lossless_suite")
+
+# A cache for each process of pytest, in one folder that the first of them removes at its end: measured choices, not the
+# user's. What GGUF files are converted to (SmolLM2: 260 MB) is made once for all of them.
+if "DRAFTSMITH_TESTS" not in os.environ:
+    os.environ["DRAFTSMITH_TESTS"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
+    atexit.register(shutil.rmtree, os.environ["DRAFTSMITH_TESTS"], ignore_errors=True)
+    os.mkdir(f"{os.environ['DRAFTSMITH_TESTS']}/gguf")
+os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(dir=os.environ["DRAFTSMITH_TESTS"])
+os.symlink("../gguf", f"{os.environ['DRAFTSMITH_CACHE']}/gguf")
 
 # A job in the background has it ignored, and so would the commands that tests start in order to interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,8 +1,12 @@
 """The papers' claims: their commands at toy size by the real command, what is judged and how, and what is kept."""
 
+import importlib
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +35,22 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("claims")
 
 
+@pytest.fixture
+def in_this_process(run_main, monkeypatch):
+    """Commands run without a process and imports of their own."""
+
+    def run(words, cwd, check):
+        assert (words[0], cwd, check) == (sys.executable, ROOT, False)
+        main = importlib.import_module(f"draftsmith.{words[1].removesuffix('.py').replace('/', '.')}").main
+        code, _, err = run_main(main, *words[2:], script=words[1])
+        print(err, file=sys.stderr)
+        return subprocess.CompletedProcess(words, code)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(claims, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("names", [*RUN, pytest.param(SHARED, id="specinfer")])
 def test_the_small_version(run_main, folder, names):
     """Runs every command of the full version but for its sizes, what claims share once, and reads figures from what

@@ -146,24 +146,32 @@ def test_the_time_limit_kills_children(tmp_path):
 
     results = run(
         tmp_path,
-        part("long", script, limit=3, judge=nothing),
-        part("half", script, limit=3, judge=lambda *_: Finding("2 of 4 rows", False)),
-        part("orphan", orphan),
+        part("long", script, limit=3, judge=nothing, timed=False),
+        part(
+            "half",
+            script.replace(".pid", ".pid2"),
+            limit=3,
+            judge=lambda *_: Finding("2 of 4 rows", False),
+            timed=False,
+        ),
+        part("orphan", orphan, timed=False),
+        workers=3,
     )
     assert [r.result for r in results] == ["cut short", "cut short", "pass"]
     assert [r.value for r in results[:2]] == ["killed after 3 s: half of it", "killed after 3 s; 2 of 4 rows"]
     assert all(2.9 < r.seconds < 8 for r in results[:2])
-    for name in "abc":
-        assert gone(int((tmp_path / f"{name}.pid").read_text() or 0)), name
+    for name in ("a.pid", "b.pid", "a.pid2", "b.pid2", "c.pid"):
+        assert gone(int((tmp_path / name).read_text() or 0)), name
 
 
 def test_counts_of_tests_outlive_the_limit(tmp_path):
     """What pytest had printed until it was killed; a failure seen by then is a failure."""
-    results = []
+    parts = []
     for name, word in (("fine", "PASSED"), ("bad", "FAILED")):
         lines = f"tests/a.py::test_one PASSED [ 1%]#tests/a.py::test_two[1 2] {word} [ 2%]#tests/a.py::test_three"
         script = f"import time; print({lines!r}.replace('#', chr(10)), flush=True); time.sleep(60)"
-        results += run(tmp_path, part(name, script, limit=2, judge=gpu_judges.tests_of(name)))
+        parts.append(part(name, script, limit=2, judge=gpu_judges.tests_of(name), timed=False))
+    results = run(tmp_path, *parts, workers=2)
     assert [(r.result, r.value) for r in results] == [
         ("cut short", "killed after 2 s; 2 passed, 0 failed, 0 skipped"),
         ("fail", "killed after 2 s; 1 passed, 1 failed, 0 skipped; a.py::test_two[1 2]"),

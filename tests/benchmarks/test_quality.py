@@ -159,8 +159,9 @@ class Grading(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        length = len(asked["messages"][0]["content"].rpartition("[assistant]\n")[2])
-        self.server.asked.append((self.path, asked["model"]))
+        (message,) = asked["messages"]
+        length = len(message["content"].rpartition("[assistant]\n")[2])
+        self.server.asked.append((self.path, asked["model"], asked["temperature"], message["content"]))
         self.send_response(400 if length % 5 == 1 else 200)
         self.end_headers()
         said = "It is fair." if length % 5 == 2 else f"Grade: 3 at first. At last\n**Grade: {1 + length % 10}/10**"
@@ -187,21 +188,44 @@ def test_a_judge(run_main, drafter, tmp_path):
     answers, reasons = found["answers"], set()
     assert list(answers) == ["plain", "heads", "heads, typical ε = 0.09"]
     assert answers["heads"] == answers["plain"] != answers["heads, typical ε = 0.09"]
-    once = {json.dumps(each["messages"]) for one in answers.values() for each in one}
-    assert len(server.asked) == len(once) < 60 and set(server.asked) == {("/v1/chat/completions", "grader")}
+    shown = {
+        "\n\n".join(f"[{role}]\n{text}" for role, text in each["messages"]) for a in answers.values() for each in a
+    }
+    asked = ("/v1/chat/completions", "grader", 0)
+    assert sorted(server.asked) == sorted((*asked, judged.REQUEST + one) for one in shown) and len(shown) < 60
     for row, one in zip(found["methods"], answers.values(), strict=True):
         assert [len(each["messages"]) for each in one] == [2, 4] * 10
         assert all(one[n + 1]["messages"][:2] == one[n]["messages"] for n in range(0, 20, 2)), "its own first answer"
         for each in one:
             text = each["messages"][-1][1]
             assert each["grade"] == {1: "http 400", 2: judged.UNREADABLE}.get(len(text) % 5, 1 + len(text) % 10)
-        numbers = [each["grade"] for each in one if isinstance(each["grade"], float)]
-        mean = row["grades"]["all"]
-        assert mean["value"] == pytest.approx(sum(numbers) / len(numbers), abs=1e-4)
-        assert mean["interval"][0] <= mean["value"] <= mean["interval"][1] and {"all", "a", "b"} == {*row["grades"]}
+        graded = {kind: [] for kind in ("all", "a", "b")}
+        for number, each in enumerate(one):
+            for kind in ("all", "ab"[number // 2 % 2]):
+                graded[kind] += [each["grade"]] if isinstance(each["grade"], float) else []
+        numbers = graded["all"]
+        assert row["grades"].keys() == graded.keys()
+        for kind, mean in row["grades"].items():
+            assert mean["value"] == pytest.approx(sum(graded[kind]) / len(graded[kind]), abs=1e-4)
+        low, high = row["grades"]["all"]["interval"]
+        assert low <= row["grades"]["all"]["value"] <= high
         assert sum(row["without_grade"].values()) == 20 - len(numbers) and row["answers"] == 20
         reasons |= set(row["without_grade"])
     assert reasons == {"http 400", judged.UNREADABLE} and all(f"({reason})" in out for reason in reasons)
+
+
+def test_what_a_judge_needs(run_main, drafter, tmp_path):
+    """Conversations, and a server that listens: said before anything is decoded."""
+    (tmp_path / "q.jsonl").write_text('{"prompt": "x"}\n')
+    with ThreadingHTTPServer(("127.0.0.1", 0), Grading) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        words = ["--judge", url, "--judge-model", "m", "--questions", tmp_path / "q.jsonl"]
+        code, _, err = run_main(quality.main, drafter, *words)
+        server.shutdown()
+    assert code == 2 and f"{tmp_path / 'q.jsonl'}:1: a judge grades conversations; give turns or messages" in err, err
+    code, _, err = run_main(quality.main, drafter, *words)
+    assert code != 0 and err.startswith(f"error: endpoint {url}: ") and "--judge" in err and err.count("\n") == 1, err
 
 
 def test_grades():
@@ -223,6 +247,10 @@ def test_shares_and_differences():
         (["--count", 0], "--count 0: must be at least 1"),
         (["--temperature", 0], "--temperature 0.0: must be at least 1e-10; leave it out"),
         (["--judge", "http://x/v1"], "--judge, --judge-model and --questions go together"),
+        (
+            [*"--judge http://x/v1 --judge-model m --questions q.jsonl --sets code".split()],
+            "--judge grades the answers to --questions; leave out --sets",
+        ),
         (["--sets", "code", "code"], "--sets code code: code is given twice; leave one out"),
         (["--epsilon", 2, "--temperature", 1], "epsilon 2.0: must be above 0 and at most 1"),
     ],

@@ -272,7 +272,7 @@ def test_readmes(tokenizer):
 
 
 def test_long_texts():
-    """Windows longer than any module, of held-out text; one asks for too many and is told how many there are."""
+    """Windows longer than any module, of held-out text."""
     tokenizer = load_tokenizer(str(TINY))
     cut = prompts("books", "test", 70, 3584, tokenizer, 0)
     assert {len(tokenizer(p.text)["input_ids"]) for p in cut} == {3584} and len({p.text for p in cut}) == 70
@@ -281,8 +281,6 @@ def test_long_texts():
     )
     lines = {*held_out.split("\n"), ""}
     assert all({*prompt.text.split("\n")[:-1]} <= lines for prompt in cut)
-    with pytest.raises(ValueError, match=r"gives only \d+ prompts of 40000 tokens, from \d+ modules; 500 are needed"):
-        prompts("books", "test", 500, 40000, tokenizer, 0)
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "with_start"])

@@ -115,8 +115,9 @@ def names(line: str, said: str) -> bool:
 
 
 def tracked() -> dict[str, tuple[int, int]]:
+    """Size and time of each file; of a link its own, as Python writes bytecode into the folder that it leads to."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    return {name: (os.stat(ROOT / name).st_size, os.stat(ROOT / name).st_mtime_ns) for name in names if name}
+    return {name: (os.lstat(ROOT / name).st_size, os.lstat(ROOT / name).st_mtime_ns) for name in names if name}
 
 
 def files(folder: Path) -> dict[Path, bytes | None]:

@@ -24,6 +24,7 @@ from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa
+from draftsmith.train import run as running
 from draftsmith.train.run import Run
 
 LONGEST = 20  # seconds that an answer may take beyond the work itself
@@ -153,18 +154,26 @@ def test_training(hub, recipe, run_main, tmp_path, monkeypatch):
     """The run is done, and stays."""
     prepare, repository, said = FAILURES["commit: 500"]
     prepare(SimpleNamespace(hub=hub, patch=monkeypatch))
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     folder, began = tmp_path / "x", time.monotonic() + 60  # it is calibrated first
     words = [recipe, f"run.output_dir={tmp_path}", f"export.push_to_hub={repository}"]
     line = check(run_main(medusa.main, *words), began, folder, tmp_path, hub.folder)
     assert said in line and repository in line, line
     assert json.loads((folder / "config.json").read_text())["drafter_type"] == "medusa"
+    assert "calibration" in json.loads((folder / "tree.json").read_text())
     assert hub.files(f"models/{repository}").keys() <= {"config.json"}
 
 
 def test_training_uploads_a_calibrated_tree(hub, recipe, run_main, tmp_path, monkeypatch):
-    """With the card of what calibration found; where it fails, nothing is uploaded, and the line's commands do it."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    """With the card of what calibration found; where it fails, nothing is uploaded, and the line's commands do it.
+    Calibration runs in this process, of two sizes; as users have it: above."""
+
+    def calibrated(command: list[str], **options: Any) -> SimpleNamespace:
+        assert command[1:3] == ["-m", "draftsmith.inference.calibrate"]
+        code, out, err = run_main(calibrate.main, *command[3:])
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    monkeypatch.setattr(calibrate, "SIZES", (2, 3))
+    monkeypatch.setattr(running, "subprocess", SimpleNamespace(run=calibrated))
     folder, export_run = tmp_path / "a b", Run.export
     rows, words = folder / "held_out", [recipe, f"run.output_dir={tmp_path}", "run.name=a b"]
     words += [f"export.push_to_hub={MINE}"]

@@ -660,13 +660,11 @@ def start(line, **options):
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
 
-def test_a_prompt_longer_than_the_context(drafter, prompts):
+def test_a_prompt_longer_than_the_context(run_decode, drafter, prompts):
     """Known before anything is decoded."""
     with prompts.open("a") as file:
         file.write(json.dumps({"prompt": "x = 1\n" * 300}) + "\n")
-    process = start(f"{drafter} --prompts {prompts}", stdout=subprocess.PIPE)
-    out, err = process.communicate()
-    said = error_of((process.returncode, out, err))
+    said = error_of(run_decode(f"{drafter} --prompts {prompts}"))
     assert said.startswith(f"{prompts}:3: this prompt has ") and "the target's context of 256" in said
 
 

@@ -3,6 +3,7 @@ command, interrupted too."""
 
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -441,6 +442,12 @@ def test_the_run_folder(whole, target, kind):
         assert set(weights) == {"order", "starts"} and "selection" not in facts and "clusters" not in config
     page = (folder / "training.html").read_text()
     assert "drafted by dynaspec" in page and "held-out text 1" in page and "rank 1" in page
+    if kind in ("fr_spec", "vocab_trim"):  # one list everywhere
+        listed = set(map(target.tokenizer.decode, weights["order"][:60, None].tolist()))
+        steps = json.loads(re.search(r'id="steps">(.*?)</script>', page)[1])
+        nodes = [(text, note[:4] == "rank") for one in steps for step in one for _, text, _, _, note in step[1:]]
+        assert {text for text, ranked in nodes if ranked} <= listed, "its own ranks, not the whole LM head's"
+        assert {text for text, ranked in nodes if not ranked} - listed
     part, base = (load_file(each / "model.safetensors") for each in (folder / "drafter", folder.parent / "base"))
     assert {n: w.tolist() for n, w in part.items()} == {n: w.tolist() for n, w in base.items()}
     (folder / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
@@ -556,6 +563,8 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, iterations, train, work, what, 
     name = f"{what}-{moment}-{len(resume)}"
     reached = work(train, {what: moment}, name)
     assert reached[what] == moment and iterations > 3
+    if moment == 13:
+        assert "held-out text 1" in (train.recipe.parent / name / "training.html").read_text(), "since step 10"
     work.done.clear()
     if moment == 13 and not resume:
         assert "holds an unfinished run at step-10; pass --resume to go on" in train.refused(name)
