@@ -208,7 +208,7 @@ def plot_itself(facts: dict[str, Any], path: Path) -> None:
         star = facts["inflection"]
         expected.set_title(f"Predicted: Llama-3.1-8B on an H200 (S* = {star:,.0f} tokens)")
         found: dict[str, list[tuple[int, float, float, float]]] = {}
-        for each in json_object(MEASURED)["magicdec-batch"]["figures"]:
+        for each in json_object(MEASURED)["magicdec-batch"][0]["figures"]:
             if cell := re.fullmatch(r"speed-up, (\d+) tokens, (\d+) rows", each["what"]):
                 low, high = (abs(bound - each["value"]) for bound in each["interval"])
                 found.setdefault(f"{int(cell[1]):,} tokens", []).append((int(cell[2]), each["value"], low, high))

@@ -70,7 +70,7 @@ def runs(program: str, *, isolated: bool = True) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", (_GUARD if isolated else "") + _LIMITS],
+                [sys.executable, "-I", "-B", "-c", (_GUARD if isolated else "") + _LIMITS],
                 input=f"{program}\nprint({word!r})\n",
                 capture_output=True,
                 text=True,

@@ -3,27 +3,15 @@
 import errno
 import fcntl
 import json
-import resource
-from contextlib import contextmanager
 
 import pytest
 import torch
+from faults import limited
 from filelock import Timeout
 
 from draftsmith.common import files
 from draftsmith.common.files import append, parse_json, read_json, read_text, write_json, write_text
 from draftsmith.train import checkpoint
-
-
-@contextmanager
-def limited(size: int):
-    """Inside, no file grows beyond ``size`` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(folder):

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import json
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import limited
 from made import edit, stand_in
 
 from draftsmith.models.adapter import target_of
@@ -296,13 +296,8 @@ def test_a_write_that_fails_names_the_file_and_leaves_what_was(drafter):
     """A limit on the size of files stands for a full disk."""
     folder, heads = drafter
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError) as error:
-            write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), stand_in(), {"new": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with limited(1000), pytest.raises(OSError) as error:
+        write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), stand_in(), {"new": 1})
     assert error.value.errno == errno.EFBIG and error.value.filename == str(folder / "model.safetensors")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 

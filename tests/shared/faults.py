@@ -1,7 +1,10 @@
-"""Damaged drafter folders, and the one line that commands answer with."""
+"""Damaged drafter folders, a disk that is full, and the one line that commands answer with."""
 
+import contextlib
 import json
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -18,6 +21,20 @@ def error_of(result: tuple[int, str, str]) -> str:
     assert (code, out) == (2, "") and line.startswith("error: ") and err.endswith("\n"), err
     assert all(each.startswith("precision: ") for each in before), err
     return line.removeprefix("error: ")
+
+
+@contextlib.contextmanager
+def limited(size: int) -> Iterator[None]:
+    """Inside, no file grows beyond ``size`` bytes, as on a full disk. Python writes no bytecode then: it would keep the
+    first bytes of it, and later processes stumble over these."""
+    before, kept = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = kept
 
 
 def config(part: str = ".", **fields: object) -> Damage:

@@ -1,11 +1,11 @@
 """Hidden states that are kept: the ones the target makes, in memory or on disk, and no room for them said before."""
 
-import resource
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import limited
 
 from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
@@ -115,11 +115,6 @@ def test_the_estimate_is_said_before(make_target, rows, accelerator, tmp_path, c
 
 
 def test_room_that_another_takes_meanwhile(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(OSError) as caught:
-            features._take_room(tmp_path / "0.bin", 5000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with limited(1000), pytest.raises(OSError) as caught:
+        features._take_room(tmp_path / "0.bin", 5000)
     assert caught.value.filename == str(tmp_path / "0.bin") and not list(tmp_path.iterdir())
