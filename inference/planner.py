@@ -230,8 +230,7 @@ def plan(
             options.append((predict(costs.seconds, batch, middle, setting, **vars(own)), setting))
         best, setting = max(options, key=lambda option: option[0].speedup)
         of_best = of_length[setting.selector, setting.entries]
-        known = costs.seconds(batch, middle, 1)
-        step = known + of_best.per_plain
+        step = costs.seconds(batch, middle, 1) + of_best.per_plain
         plain = new_tokens * step
         start, selecting = prefills[cached] * batch, of_best.select * batch
         cells.append(
@@ -244,7 +243,7 @@ def plan(
                 "speedup_with_prefill": round((start + plain) / (start + selecting + plain / best.speedup), 4),
                 "alpha": [round(each, 4) for each in of_best.alpha[: setting.drafts]],
                 "seconds": round(step, 6),
-                "seconds_of_cached_tokens": round(known - costs.seconds(batch, 0, 1), 6),
+                "seconds_of_cached_tokens": round(step - costs.seconds(batch, 0, 1), 6),
             }
         )
     return cells
@@ -395,7 +394,8 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     times.bar(places, keys, bottom=bottoms, label="cached keys and values")
     times.set(title=f"A plain step of {batches[-1]} rows", xlabel="cached tokens", ylabel="ms")
     times.set(xticks=places, xticklabels=[cell["context"] for cell in many])
-    times.legend(frameon=False, fontsize=8)
+    times.margins(y=0.25)  # room for the legend
+    times.legend(frameon=False, fontsize=8, loc="upper left")
     by_curve: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for each in facts["measured"]:
         by_curve.setdefault((each["selector"], each["context"]), []).append((each["entries"], each["alpha"][0]))
