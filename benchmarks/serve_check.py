@@ -118,11 +118,8 @@ def damage(folder: Path, how: str, layers: int) -> None:
     elif how == "shifted-layers" and "norm.weight" in weights:
         given = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
         config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in given]
-        card, listed = (
-            folder / "README.md",
-            r'(?<=<hidden_layers_list value=")[\d ]+',
-        )  # OpenVINO's, as it has them itself
-        later = " ".join(map(str, given))
+        card, later = folder / "README.md", " ".join(map(str, given))  # OpenVINO takes the list in the card's command
+        listed = r'(?<=<hidden_layers_list value=")[\d ]+'
         write_text(card, re.sub(listed, later, read_text(card, "model card")))
     else:
         raise ValueError(f"--damage {how}: {folder} has no such place")

@@ -310,7 +310,8 @@ Logits computed from these files were compared with the drafter's own; `provenan
 
 ## Measured
 
-By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang and OpenVINO trees, too.
+By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang chains or trees. In
+OpenVINO keep to chains.
 
 {measured(source.folder)}
 
