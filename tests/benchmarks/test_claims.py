@@ -181,6 +181,20 @@ def test_verdicts_in_short():
     assert claims.in_short(claims.BY_NAME["specinfer-sequences"], []) == "not comparable"
 
 
+@pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if claim.read is not None])
+def test_another_seed_is_another_run(name):
+    """Its texts, or what is trained, are others, and nothing of the first run is taken for its own."""
+    first, again = (claims.commands_of(claims.BY_NAME[name], False, Path("x"), seed)[0] for seed in (0, 1))
+    words = [(shlex.split(one), shlex.split(other)) for (_, one), (_, other) in zip(first, again, strict=True)]
+    assert any("--seed" in other and other[other.index("--seed") + 1] == "1" for _, other in words)
+    assert all(
+        ("run.seed=1" in other) == any(word.startswith("train/") for word in other)
+        for _, other in words
+        if "benchmarks/medusa_stages.py" not in other
+    )
+    assert not {made for made, _ in first if made} & {made for made, _ in again if made}
+
+
 @pytest.mark.parametrize(
     ("second", "verdict"),
     [
