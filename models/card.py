@@ -131,16 +131,22 @@ def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
         shown = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in by_nodes.items() if _is_number(tau))
         rows.append(("τ that calibration expects, by nodes", shown, _where(calibration)))
     report = _content(folder / "report.json")
-    rows += _decoded(report)
+    if str(report.get("date", "")) >= str(facts.get("date", "")):  # else it is of earlier weights
+        rows += _decoded(report, folder)
     if not rows:
         return "Nothing has been measured yet."
     shown = [f"| {what} | {f'{v:.4g}' if _is_number(v) else v} | {where} |" for what, v, where in rows]
     return "\n".join(["| what | value | by |", "|---|---|---|", *shown])
 
 
-def _decoded(report: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """Rows of a report of decoding: τ and speed, whole and by kind of text, and whether the text is the target's."""
+def _decoded(report: Mapping[str, Any], folder: Path) -> list[tuple[str, Any, str]]:
+    """Rows of a report of decoding: τ and speed, whole and by kind of text, and whether the text is the target's. What
+    another drafter than the folder's did, such as both merged with n-grams, is named."""
     by, rows = f"{report.get('mode')}, {report.get('prompts')} prompts; {_where(report)}", list[tuple[str, Any, str]]()
+    name = str(report.get("drafter") or "")
+    found, shown = local_folder(name), "+".join(Path(part).name for part in name.split("+"))
+    if shown and (found is None or found.resolve() != folder.resolve()):
+        by = f"{shown}, {by}"
     for name, what in (
         ("mean_accepted_length", "τ of decoding"),
         ("tokens_per_second", "tokens per second"),

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--speculative-tokens",
         type=int,
         metavar="N",
-        help="length of a draft, in speculators' config and in the card's commands (default 3; Medusa: its heads)",
+        help="length of an EAGLE drafter's drafts, in speculators' config and in the card's commands (default 3)",
     )
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder")
     parser.add_argument("--private", action="store_true", help="as a private repository, if it is created")
@@ -110,7 +110,7 @@ from draftsmith.models.artifact import TEMPLATE, check_target, provenance, push,
 from draftsmith.models.card import measured, named, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
-from draftsmith.models.formats import NoPlace, Source, check_form, written
+from draftsmith.models.formats import PUBLISHED_MEDUSA, WEIGHTS, NoPlace, Source, check_form, written
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
@@ -158,12 +158,12 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
         raise ValueError(f"{folder}: a drafter of type {kind} is not exported to {to}: {instead}")
     drafter = (Eagle if kind == "eagle" else MedusaHeads).from_artifact(config, weights, str(folder))
     c, trained_for = drafter.config, str(config["target"]["name_or_path"])
-    fingerprint = str(config["target"].get("fingerprint") or "")
+    merged = config["target"].get("merged_fingerprint")  # that of --target, if there is an adapter
+    fingerprint = str((target_name and merged) or config["target"].get("fingerprint") or "")
     try:
         check_form(drafter, to)
     except NoPlace as error:
         raise NoPlace(f"{folder}: {error}") from None
-    merged = config["target"].get("merged_fingerprint")
     if config["target"].get("adapter") and not (target_name and merged):
         advice = (
             "give the merged one by --target" if merged else "train with export.merged=true, which writes it merged"
@@ -183,12 +183,12 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
             target_config: Any = AutoConfig.from_pretrained(stored, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises many types for wrong fields
             raise ValueError(f"{stored}/config.json: transformers refuses it ({first_line(error)})") from None
-        width = target_config.get_text_config().hidden_size
-        if width != c.hidden_size:
-            raise ValueError(
-                f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': hidden_size "
-                f"{c.hidden_size} ≠ {width}"
-            )
+        for field in ("hidden_size", "vocab_size"):
+            if (size := getattr(target_config.get_text_config(), field)) != getattr(c, field):
+                raise ValueError(
+                    f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': {field} "
+                    f"{getattr(c, field)} ≠ {size}"
+                )
         return Source(drafter, weights, name, target_config, None, folder, fingerprint)
     dtype = stored_dtype(stored)
     target = load_target(
@@ -211,7 +211,8 @@ def export(
     speculative_tokens: int = TOKENS,
     facts: Mapping[str, Any] | None = None,
 ) -> float:
-    """Write a folder, check its contract and read it back; all of it is kept, or nothing.
+    """Write a folder, check its contract and read it back; all of it is kept, or nothing. Weights and other files that
+    an earlier export left there, and that this one does not write, are removed: they would be read.
     ``to``: one of :data:`FORMATS`.
     ``served_target``: what a server loads the target by; the source's name for it if left out.
     ``facts``: what provenance.json records besides.
@@ -229,6 +230,9 @@ def export(
             write_text(temporary / TEMPLATE, read_text(template, "chat template"))
         card = _card(source, out.resolve().name, to, served_target, speculative_tokens)
         write_text(temporary / "README.md", card)
+        stale = {WEIGHTS, PUBLISHED_MEDUSA, "serving.json", TEMPLATE} - {path.name for path in temporary.iterdir()}
+    for name in stale:
+        (out / name).unlink(missing_ok=True)
     return apart
 
 
@@ -346,10 +350,13 @@ def main() -> None:
         positions = source.drafter.config.max_position_embeddings
         if tokens >= positions:
             raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
+    elif args.speculative_tokens is not None:
+        raise ValueError(f"--speculative-tokens {tokens}: Medusa heads draft one token each; leave it out")
     check_folder("--out", args.out)
     facts = {
         "drafter": Path(args.drafter).resolve().name,
         "target": source.target_name,
+        "served_target": args.served_target,
         "command": f"python models/export.py {shlex.join(sys.argv[1:])}",
     }
     try:

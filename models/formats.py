@@ -379,12 +379,12 @@ def _medusa_shapes(c: MedusaConfig) -> Shapes:
     return shapes
 
 
-def _medusa(source: Source) -> Written:
+def _medusa(source: Source, served_target: str) -> Written:
     """Medusa heads in the published layout."""
     heads, c = source.heads, source.heads.config
     tensors = {name: source.rows(t) for name, t in medusa_tensors(heads, source.loaded().lm_head).items()}
     fields = {"medusa_num_heads": c.num_draft_heads, "medusa_num_layers": c.num_layers, "version": "2"}
-    config = {**fields, "base_model_name_or_path": source.target_name}
+    config = {**fields, "base_model_name_or_path": served_target}
     return tensors, config, Contract(_medusa_shapes(c), fields, frozenset({"model_type"}), PUBLISHED_MEDUSA)
 
 
@@ -425,7 +425,7 @@ def _vllm_medusa(source: Source) -> Written:
 def written(source: Source, to: str, served_target: str, speculative_tokens: int) -> Written:
     """Tensors, config.json and contract of a format. Raises ValueError: it has no place for this drafter."""
     if isinstance(source.drafter, MedusaHeads):
-        return _medusa(source) if to == "medusa" else _vllm_medusa(source)
+        return _medusa(source, served_target) if to == "medusa" else _vllm_medusa(source)
     if to == "speculators":
         return _speculators(source, served_target, speculative_tokens)
     return _eagle1(source, to) if source.eagle.config.version == 1 else _eagle3(source, to)

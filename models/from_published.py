@@ -99,8 +99,11 @@ def as_ours(
     if config is None:
         return name
     target = stored.published_target(folder, config, target, name)
-    files = published_files(folder)
     command = f"python models/import_drafter.py {name} --target {target} --out runs/NAME"
+    try:
+        files = published_files(folder)
+    except FileNotFoundError as error:  # a Medusa repository's pickle is not downloaded
+        raise FileNotFoundError(f"{error}; pickled ones are read by: {command} --allow-pickle") from None
     if any(file.suffix != ".safetensors" for file in files):
         raise ValueError(f"{files[0]}: pickled weights, which this reads as tensors only: {command} --allow-pickle")
     made = {

@@ -123,12 +123,16 @@ def exported(folder: Path) -> dict[str, Any]:
 
 def published_target(folder: Path, config: Mapping[str, Any], given: str | None, name: str) -> str:
     """The target of a published drafter, which the user calls ``name``: the ``given`` one, else the one that its folder
-    names, which only those of models/export.py, speculators and Medusa do.
+    names, which only those of models/export.py, speculators and Medusa do. Where the one that was exported for is not
+    here, what servers load it by comes first.
     Raises ValueError: none is given or named."""
     verifier = config.get("speculators_config")
     for part in ("verifier", "name_or_path"):
         verifier = verifier.get(part) if isinstance(verifier, dict) else None
-    for stated in (given, exported(folder).get("target"), verifier, config.get("base_model_name_or_path")):
+    made = exported(folder)
+    own, served = made.get("target"), made.get("served_target")
+    here = own if isinstance(own, str) and (local_folder(own) or gguf_file(own)) else None
+    for stated in (given, here, served, verifier, config.get("base_model_name_or_path"), own):
         if stated and isinstance(stated, str):
             return stated
     raise ValueError(f"{name}: a published drafter, which does not say for which target it is: pass --target")
@@ -191,7 +195,7 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
     folder = known_folder(name)
     if folder is not None:
         return folder
-    small = ["config.json", f"{SINGLE}.index.json", "README.md"]
+    small = ["config.json", f"{SINGLE}.index.json", "README.md", "provenance.json", "chat_template.jinja"]
     folder = _download(name, revision, allow_patterns=[*small, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
         if not pickles:

@@ -23,7 +23,7 @@ from draftsmith.inference.evaluation.lossless import check_distribution, check_t
 from draftsmith.inference.evaluation.paired import paired_fields
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
-from draftsmith.models.artifact import device_name, versions
+from draftsmith.models.artifact import device_name, now, versions
 from draftsmith.models.target import Target
 
 Baseline = Literal["none", "engine", "transformers", "all"]
@@ -464,6 +464,7 @@ def evaluate(
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),
+                "date": now(),
                 "command": command,
             }
         )

@@ -301,5 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
                 path = self.hub.folder / repository / line["value"]["path"]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(base64.b64decode(line["value"]["content"]))
+            elif line["key"] == "deletedFile":
+                (self.hub.folder / repository / line["value"]["path"]).unlink()
         oid = self.hub.commit(repository)
         self.answer(200, {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{oid}", "commitOid": oid, "success": True})

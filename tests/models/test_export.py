@@ -360,6 +360,27 @@ def test_heads_in_the_published_layout(heads, tmp_path, form):
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2) and "model_type" not in config
 
 
+def test_no_weights_of_an_earlier_export_are_left(heads, drafter, tmp_path, run_main, hub):
+    """Neither in the folder nor, from a folder of its own, on the Hub: importers would read them."""
+    own = [heads("own"), drafter("own")]
+    for number, (folder, to) in enumerate(zip(own, ("medusa", "vllm"), strict=True)):
+        for out in (tmp_path / "same", tmp_path / str(number)):
+            words = ["--push-to-hub", "somebody/one"] if out.name == str(number) else []
+            assert run_main(export.main, folder, "--to", to, "--out", out, *words)[0] == 0
+            (out / "serving.json").write_text("{}")
+            (out / "chat_template.jinja").write_text("{{ messages }}")
+    files = {"config.json", "model.safetensors", "provenance.json", "README.md"}
+    assert run_main(export.main, own[1], "--to", "vllm", "--out", tmp_path / "same")[0] == 0
+    assert {file.name for file in (tmp_path / "same").iterdir()} == files == set(hub.files("models/somebody/one"))
+
+
+def test_the_served_target_of_heads(heads, tmp_path, run_main, refused):
+    words = [heads("own"), "--to", "medusa", "--out", tmp_path, "--served-target", "org/target"]
+    assert run_main(export.main, *words)[0] == 0
+    assert config_of(tmp_path)["base_model_name_or_path"] == "org/target"
+    assert "Medusa heads draft one token each" in refused(export.main, *words, "--speculative-tokens", 2)
+
+
 # ---- the command
 
 
@@ -385,14 +406,21 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
     """A folder on this machine means nothing elsewhere: a placeholder stands for it, with a sentence."""
     folder, out = drafter("own"), tmp_path / "out"
     facts = {"simulated_tau": 2.3456, "dtype": "float32", "autocast": "bfloat16", "device": "A CPU", "licence": "mit"}
-    (folder / "provenance.json").write_text(json.dumps(facts))
+    (folder / "provenance.json").write_text(json.dumps({**facts, "date": "2026-11-02T00:00:00+00:00"}))
     calibration = {"expected_mean_accepted_length": 1.8678, "device": "A GPU", "dtype": "bfloat16"}
     (folder / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0]], "calibration": calibration}))
     report = {"mean_accepted_length": 2.5, "speedup": 1.25, "mode": "greedy", "prompts": 7, "device": "C", "dtype": "d"}
-    (folder / "report.json").write_text(json.dumps(report))
     options = ["--served-target", served] if served else []
-    assert run_main(export.main, folder, "--to", to, "--out", out, *options)[0] == 0
-    card = (out / "README.md").read_text()
+
+    def card_with(**more):
+        (folder / "report.json").write_text(json.dumps({**report, **more}))
+        assert run_main(export.main, folder, "--to", to, "--out", out, *options)[0] == 0
+        return (out / "README.md").read_text()
+
+    assert "τ of decoding" not in card_with(date="2026-11-01T00:00:00+00:00", drafter=str(folder)), "of earlier weights"
+    other = card_with(date="2026-11-03T00:00:00+00:00", drafter=f"{folder}+ngram")
+    assert f"| τ of decoding | 2.5 | {folder.name}+ngram, greedy, 7 prompts; d, C |" in other and str(folder) not in other
+    card = card_with(date="2026-11-03T00:00:00+00:00", drafter=str(folder))
     assert "base_model" not in card and TARGET not in card and "../some" not in card and str(folder) not in card
     assert "vllm serve TARGET --spec" in card and "--model-path TARGET " in card
     assert card.count("TARGET is the folder or Hub id of that target, a model of the family llama with the finger") == 1
@@ -489,6 +517,10 @@ def test_a_drafter_of_zeros_is_refused(drafter, tmp_path, refused):
 
 
 def test_another_target_is_refused(drafter, tiny_lm, tmp_path, refused):
+    config = json.loads(Path(TARGET, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 5000}))
+    words = ("--to", "sglang", "--out", tmp_path / "out", "--target", tmp_path)
+    assert "vocab_size 4096 ≠ 5000" in refused(export.main, drafter("own"), *words), "where only its config is read"
     for to in ("sglang", "speculators"):
         words = ("--to", to, "--out", tmp_path / "out", "--target", tiny_lm)
         assert f"trained for target '{TARGET}'" in refused(export.main, drafter("own"), *words)

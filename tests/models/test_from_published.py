@@ -107,6 +107,16 @@ def test_who_does_not_say_the_target(tiny, tmp_path, cache, refused):
     assert len([folder for folder in cache.iterdir() if folder.is_dir()]) == 1
 
 
+def test_the_target_that_is_served(tiny, tmp_path):
+    """Where the one that was exported for is not here."""
+    mine, served = made(tmp_path, tiny)
+    for own, found in ((TARGET, TARGET), (str(tmp_path / "gone"), "org/target"), ("models/gone", "org/target")):
+        facts = {"target": own, "served_target": "org/target"}
+        export.export(export.open_source(str(mine), "vllm"), "vllm", served, facts=facts)
+        assert stored.published_target(served, {}, None, "served") == found
+    assert stored.published_target(served, {}, "given", "served") == "given"
+
+
 def test_the_chat_template_comes_along(tiny, tmp_path, cache):
     """That of an exported folder: a drafter of ours decodes with it. Other folders may have any tokenizer's files."""
     write_eagle(tmp_path / "mine", tiny)

@@ -157,7 +157,8 @@ def test_products(device, dtype, inputs, outputs):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"] if GPU else ["gemma2"])
 def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, on, family):
     """Random trees for each of two texts in a batch; each node's hidden state and logits, and the keys and values of
-    its path, are those of decoding its path token by token, alone. On a GPU ten trees, in bfloat16."""
+    its path, are those of decoding its path token by token, alone. On a GPU ten trees, in bfloat16; in the interpreter
+    one, and of the longer text."""
     target = on(make_target(family, **FIELDS), torch.bfloat16 if GPU else torch.float32)
     rng, lengths = random.Random(3), (13, 2 * TILE - 2)
     prefixes = [torch.tensor([[rng.randrange(61) for _ in range(length)]], device=device) for length in lengths]
@@ -171,13 +172,13 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, 
             both.forward_chunk(prefix, 0)
         cache.window = None
         cache.lengths.copy_(torch.tensor(lengths))
-        for size in (4, 5, 8, 9, 16, 17, 31, 32, 40, 64) if GPU else (20,):
+        for size in (4, 5, 8, 9, 16, 17, 31, 32, 40, 64) if GPU else (12,):
             parents = random_parents(size, 9, rng)
             tokens = torch.tensor([[rng.randrange(61) for _ in range(size)] for _ in prefixes], device=device)
             sets = bitsets(parents).to(device)[None].expand(2, -1, -1)
             hidden, _ = both.forward_nodes(tokens, cache.lengths, sets, depths(parents).to(device).expand(2, -1))
             logits = target.logits(hidden)
-            for row, prefix in enumerate(prefixes):
+            for row, prefix in [*enumerate(prefixes)][0 if GPU else 1 :]:
                 path = walk(parents, rng.randrange(size // 2, size))[::-1]
                 alone = KVCache(target, 1, 250)
                 runner = Runner(target, alone, static=True)
@@ -200,7 +201,7 @@ def test_texts(make_target, on, mode):
     where logits tie often."""
     target = on(make_target("llama", **FIELDS), torch.bfloat16 if GPU else torch.float32)
     rng = random.Random(5)
-    prompts = [[rng.randrange(61) for _ in range(rng.randrange(1, 40))] for _ in range(20 if GPU else 3)]
+    prompts = [[rng.randrange(61) for _ in range(rng.randrange(1, 40))] for _ in range(20 if GPU else 2)]
     options = {"max_new_tokens": 40 if GPU else 4, "stop_ids": frozenset(), "mode": mode}
     options["sampling"] = [Sampling(seed=number) for number in range(len(prompts))] if mode == "sample" else None
     plain = SpeculativeDecoder(target, static=True)
