@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from draftsmith.common.command import first_line
 from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture
 from draftsmith.models.medusa import MedusaConfig
 
@@ -92,10 +94,19 @@ def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")
+    try:
+        return _convert(config, tensors, facts)
+    except (TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise ValueError(f"config.json: a field's value makes no drafter ({first_line(error)})") from None
+
+
+def _convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return _medusa(config, tensors, facts)
     kind = config.get("speculators_model_type", "eagle3")
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"config.json: field 'architectures' is {names!r}; it has to be a list of names")
     if kind != "eagle3" or not _ARCHITECTURES.issuperset(names):
         unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {names}"
         raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3 and Medusa")
@@ -115,8 +126,8 @@ def _check_fields(config: Config, known: Container[str], where: str = "") -> Non
 
 def _number(config: Config, name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
-    if type(value) is not int:
-        raise ValueError(f"config.json: field '{name}' is {value!r}; it has to be a whole number")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json: field '{name}' is {value!r}; it has to be a whole number above 0")
     return value
 
 
@@ -256,6 +267,9 @@ def _captured(config: Config, nested: Config, facts: Facts) -> tuple[int, ...]:
 def _rope(layer: Config) -> dict[str, Any]:
     """Rotary parameters, which are written in an older and a newer way."""
     found = list[dict[str, Any]]()
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(layer.get(name), dict | None):
+            raise ValueError(f"config.json: field '{name}' is {layer[name]!r}; it has to be an object")
     newer, scaling = layer.get("rope_parameters"), dict(layer.get("rope_scaling") or {})
     if newer:
         found.append(dict(newer))

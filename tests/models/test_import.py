@@ -12,6 +12,7 @@ from made import llama3, write_eagle, write_heads
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from draftsmith.inference import decode
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -365,6 +366,11 @@ def without(name):
         ("EAGLE-3", field(sliding_window=512), "field 'sliding_window' is 512"),
         ("EAGLE-3", field(quantization_config={"quant_method": "fp8"}), "field 'quantization_config'"),
         ("EAGLE-3", field(hidden_size="32"), "field 'hidden_size' is '32'"),
+        ("EAGLE-3", field(num_attention_heads=0), "field 'num_attention_heads' is 0; it has to be a whole number ab"),
+        ("EAGLE-3", field(head_dim=5), "config.json: a field's value makes no drafter"),
+        ("EAGLE-3", field(rms_norm_eps=[1]), "config.json: a field's value makes no drafter"),
+        ("EAGLE-3", field(rope_scaling=True), "field 'rope_scaling' is True; it has to be an object"),
+        ("EAGLE-3", field(architectures=[[]]), "field 'architectures' is"),
         ("EAGLE-3", field(rope_scaling={"type": "dynamic", "factor": 2.0}), "of type 'dynamic'"),
         ("EAGLE-3", field(rope_theta=5.0, rope_parameters=PLAIN), "say other rotary positions"),
         ("EAGLE-3", field(architectures=["DFlashDraftModel"]), "architectures"),
@@ -496,11 +502,24 @@ def test_from_the_hub(pickled, tmp_path, run_main, hub):
     arguments = ("somebody/heads", "--target", TARGET, "--out", tmp_path / "out")
     code, _, err = run_main(import_drafter.main, *arguments)
     assert code == 2 and "'somebody/heads': it has no safetensors files; pickled ones are read with --allow" in err
+    advice = f"import_drafter.py somebody/heads --target {TARGET} --out runs/NAME --allow-pickle"
+    code, _, err = run_main(decode.main, "somebody/heads", "--target", TARGET, "--prompt", "x", "--raw")
+    assert code == 2 and advice in err, err
     assert not any(name.endswith(".pt") for name in hub.requested("models/somebody/heads"))
     code, _, err = run_main(import_drafter.main, *arguments, "--allow-pickle")
     assert code == 0, err
     card = (tmp_path / "out/README.md").read_text()
     assert "license: mit" in card and "imported from `somebody/heads`" in card
+
+
+def test_the_template_comes_from_the_hub_too(tiny, tmp_path, run_main, hub):
+    write_eagle(tmp_path / "mine", tiny, 3)
+    (tmp_path / "mine/chat_template.jinja").write_text("{{ messages[0].content }}!")
+    served = hub.folder / "models/somebody/served"
+    export.export(export.open_source(str(tmp_path / "mine"), "vllm"), "vllm", served, facts={"target": TARGET})
+    code, _, err = run_main(import_drafter.main, "somebody/served", "--target", TARGET, "--out", tmp_path / "out")
+    assert code == 0, err
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}!"
 
 
 def test_another_target_is_refused_in_one_line(target, tmp_path, refused):
