@@ -332,7 +332,9 @@ def publish(name: str, repository: str, private: bool) -> None:
     folder, _, _ = read_drafter(name)
     tree = folder / "tree.json"
     if not tree.exists() or "calibration" not in json_object(tree):
-        raise ValueError(f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {folder}")
+        raise ValueError(
+            f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {shlex.quote(str(folder))}"
+        )
     card = folder / "README.md"
     write_text(card, with_measured(read_text(card, "model card"), folder))
     print(f"uploading to {repository} …")

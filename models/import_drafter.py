@@ -74,7 +74,7 @@ def main() -> None:
     print(
         f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {chain} until calibrated"
     )
-    print(f"next: python inference/calibrate.py {args.out} --prompts FILE.jsonl")
+    print(f"next: python inference/calibrate.py {shlex.quote(str(args.out))} --prompts FILE.jsonl")
 
 
 if __name__ == "__main__":

@@ -303,7 +303,7 @@ class Run(RunState[R]):
         if self.dry:
             return
         tau = f", simulated τ {facts['simulated_tau']:.2f}" if "simulated_tau" in facts else ""
-        after = "" if recipe.export.push_to_hub else f"; next: python inference/calibrate.py {folder}"
+        after = "" if recipe.export.push_to_hub else f"; next: python inference/calibrate.py {shlex.quote(str(folder))}"
         console.print(f"done: {folder}{tau}{after}")
 
     def publish(self) -> None:

@@ -27,6 +27,7 @@ belongs to the target (fingerprint, width, vocabulary, adapter, chat template) i
 
 import difflib
 import importlib
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,9 @@ def load_drafter(
         if hasattr(families[each], "calibration"):
             path = folder / "tree.json" if tree == "auto" else Path(tree)
             if tree == "auto" and not path.exists():
-                raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {each}")
+                raise FileNotFoundError(
+                    f"{folder}: has no tree.json yet; run: python inference/calibrate.py {shlex.quote(each)}"
+                )
             if tree == "auto":
                 trees[each] = path
         at_load = path is not None and chosen_at_load(path)
@@ -184,7 +187,8 @@ def load_drafter(
         here, there = device_name(loaded.device), calibrated_on(path)
         # Among CPUs steps choose their nodes; what pays on a CPU and on a GPU differs by levels, too.
         if say and there and there != here and not (loaded.device.type == "cpu" and there.endswith("threads")):
-            say(f"{path}: a tree for {there}; python inference/calibrate.py {each} measures one for {here}")
+            command = f"python inference/calibrate.py {shlex.quote(each)}"
+            say(f"{path}: a tree for {there}; {command} measures one for {here}")
     if not parts:
         return loaded, None
     drafters = _flat({each: part.build(loaded, options) for each, part in parts.items()})

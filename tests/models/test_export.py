@@ -419,7 +419,7 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
 
     assert "τ of decoding" not in card_with(date="2026-11-01T00:00:00+00:00", drafter=str(folder)), "of earlier weights"
     other = card_with(date="2026-11-03T00:00:00+00:00", drafter=f"{folder}+ngram")
-    assert f"| τ of decoding | 2.5 | {folder.name}+ngram, greedy, 7 prompts; d, C |" in other and str(folder) not in other
+    assert "| τ of decoding | 2.5 | mine+ngram, greedy, 7 prompts; d, C |" in other and str(folder) not in other
     card = card_with(date="2026-11-03T00:00:00+00:00", drafter=str(folder))
     assert "base_model" not in card and TARGET not in card and "../some" not in card and str(folder) not in card
     assert "vllm serve TARGET --spec" in card and "--model-path TARGET " in card
