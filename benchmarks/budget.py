@@ -36,6 +36,8 @@ def check(args: argparse.Namespace) -> None:
     check_names(args.drafters, args.target)
     check_prompts(args.prompts)
     check_options(args, "max_new_tokens", "rounds", "batch_sizes", "fixed")
+    if args.max_new_tokens < 2:
+        raise ValueError("--max-new-tokens: at least 2, of which the first is the prompt's")
     check_once("--temperatures", args.temperatures)
 
 
@@ -53,6 +55,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.step import static_by_default
 from draftsmith.inference.evaluation.timing import with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
@@ -130,6 +133,7 @@ def measure(
 
 def main() -> None:
     args = parser().parse_intermixed_args()
+    check(args)
     torch.set_num_threads(args.threads)
     given, target = read_prompts(args.prompts), None
     rows: list[dict[str, Any]] = []
@@ -138,6 +142,8 @@ def main() -> None:
     with ProgressBar("decoding", len(args.drafters) * len(settings), console, transient=True) as advance:
         for done, name in enumerate(args.drafters):
             target, drafter = load_for(name, target, args)
+            if args.fixed and static_by_default(target):
+                raise ValueError("--fixed: on a GPU a step has one of its graphs' sizes; leave it out")
             prompts, kinds = encode_prompts(given, target), [prompt.kind or "other" for prompt in given]
             for number, (temperature, batch) in enumerate(settings, 1):
                 found = measure(name, drafter, target, prompts, kinds, temperature, batch, args)

@@ -59,6 +59,9 @@ def check(args: argparse.Namespace) -> None:
     check_options(args, "contexts", "batch_sizes", "entries", "drafts", "count", "new_tokens", "rounds")
     for option in ("contexts", "batch_sizes", "entries", "drafts"):
         check_once(f"--{option.replace('_', '-')}", getattr(args, option))
+    alone = args.what == "selection" or not args.drafters
+    if alone and min(args.entries) - (args.what == "acceptance") >= max(args.contexts):
+        raise ValueError(f"--entries {min(args.entries)}: texts of {max(args.contexts)} tokens have no more; name fewer")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import list_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.inference.commands.options import check_counts
 
 PEERS = ("flex_attention", "flashinfer")  # left out where they fail
 KERNELS = ("attention", "commit", "verify", "head_topk", "shortlist", "few_rows", "fused")
@@ -740,6 +741,8 @@ def main() -> None:
     if unknown := set(wanted) - set(KERNELS):
         raise ValueError(f"{', '.join(sorted(unknown))}: no such kernel; there are {', '.join(KERNELS)}")
     check_file("--out", args.out)
+    for name in ("batches", "contexts", "level"):
+        check_counts(**{name: min(getattr(args, name))})
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if set(wanted) != {"shortlist"} or args.device == "cuda":
         if triton is None:

@@ -25,7 +25,7 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.content import check_recipe
-from draftsmith.common.files import check_folder
+from draftsmith.common.files import check_folder, read_text
 from draftsmith.inference.commands.early import check_prompts
 
 PARSER = CommandLine(__doc__)
@@ -88,17 +88,20 @@ def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
 
 
 def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -> Path:
-    """Folder of a finished run; trains it, or resumes training, if need be."""
+    """Folder of a finished run; trains it, or resumes training, if need be. Raises ValueError: training failed, or the
+    folder holds another run."""
     folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{steps}"
+    given = [recipe, f"run.name={folder.name}", f"run.output_dir={out}", *overrides]
     if (folder / "config.json").exists():
+        if shlex.join(given) not in read_text(folder / "recipe.yaml", "recipe").split("\n")[0]:  # the command
+            raise ValueError(f"{folder}: a run of another recipe or with other fields; give another --out")
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
             folders.mark(folder, "medusa")
             shutil.copytree(other, folder / "answers")
             break
-    where = [f"run.name={folder.name}", f"run.output_dir={out}"]
-    command = [sys.executable, "train/medusa.py", recipe, *where, *overrides, "--resume"]
+    command = [sys.executable, "train/medusa.py", *given, "--resume"]
     console.print(f"{name}: {shlex.join(command[1:])}", style="bold")
     done = subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=False)
     if done.returncode:

@@ -21,6 +21,7 @@ from typing import Any, cast
 from draftsmith.benchmarks.options import check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, make_console, run_command
 
+TURN = 128  # tokens
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
 PARSER.add_argument("--vocab", type=int, default=32000, help="tokens of the vocabulary (%(default)s)")
@@ -80,11 +81,11 @@ class Straightforward(nn.Module):
 
 
 def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Rows of conversations: of each 128 tokens the last ones, in the given share, are the assistant's."""
+    """Rows of conversations: of each turn's tokens the last ones, in the given share, are the assistant's."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(args.vocab, (args.rows, args.length), generator=generator, dtype=torch.int32)
-    place = torch.arange(args.length) % 128
-    return {"tokens": tokens, "supervised": (place >= 128 * (1 - args.supervised)).expand(args.rows, -1).contiguous()}
+    place = torch.arange(args.length) % TURN
+    return {"tokens": tokens, "supervised": (place >= TURN * (1 - args.supervised)).expand(args.rows, -1).contiguous()}
 
 
 def measure(args: argparse.Namespace, ours: bool) -> dict[str, Any]:
@@ -157,6 +158,10 @@ def main() -> None:
     check_options(args, "heads", "vocab", "width", "layers", "rows", "length", "repeat")
     if args.width % 64:
         raise ValueError(f"--width {args.width}: must be a multiple of 64")
+    if args.length % TURN:
+        raise ValueError(f"--length {args.length}: must be a multiple of {TURN}, of which the last ones are labels")
+    if not 1 / TURN <= args.supervised <= 1:
+        raise ValueError(f"--supervised {args.supervised:g}: must be from {1 / TURN:g} to 1")
     chosen = choose_autocast("none" if args.dtype == "float32" else args.dtype, "cpu")
     for line in describe("cpu", Choice("float32", ""), chosen):
         say(line)

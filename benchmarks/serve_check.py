@@ -148,6 +148,7 @@ def in_server(job: dict[str, Any]) -> dict[str, Any]:
             last = (said or [f"exit code {done.returncode}"])[-1].strip().removeprefix("RuntimeError: ")
             raise ValueError(f"the server failed: {last}")
         served = json_object(written)
+    served["rate"] = sum(len(text["tokens"]) for text in served["texts"]) / served["seconds"]  # before they are cut
     for text in served["texts"]:
         whole = cut(
             Generation(text["tokens"], text.get("steps", [])), job["max_new_tokens"], frozenset(job["stop_ids"])
@@ -220,7 +221,7 @@ def compare(
         "mismatches": checked.mismatches + here.mismatches,
         **counts,
         "mean_accepted_length": tau if counted else None,
-        "server_tokens_per_second": round(sum(len(each["tokens"]) for each in texts) / served["seconds"], 1),
+        "server_tokens_per_second": round(served["rate"], 1),
         "equal": not checked.mismatches + here.mismatches
         and len(same) > len(texts) // 2
         and (not counted or all(one == other for one, other in counts.values())),
@@ -301,8 +302,8 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         theirs = in_server(job)
         plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         checked = check_texts(target, prompts, [t["tokens"] for t in theirs["texts"]], [p.tokens for p in plain])
-        plain_of[target.fingerprint] = plain, theirs["seconds"], checked.near_ties, checked.mismatches
-    plain, seconds, near_ties, mismatches = plain_of[target.fingerprint]
+        plain_of[target.fingerprint] = plain, theirs["rate"], checked.near_ties, checked.mismatches
+    plain, rate, near_ties, mismatches = plain_of[target.fingerprint]
     served = in_server({**job, "method": case.method, "tokens": tokens})
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
@@ -318,7 +319,7 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "plain_near_ties": near_ties,
         "plain_mismatches": mismatches,
         "equal": found["equal"] and not mismatches,
-        "server_speedup": round(seconds / served["seconds"], 3),
+        "server_speedup": round(served["rate"] / rate, 3),
         "dtype": "float32",
     }
     if case.folder is not None:

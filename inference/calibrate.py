@@ -322,6 +322,17 @@ def read_held_out(folder: Path) -> dict[str, Tensor]:
     return data
 
 
+def check_no_tree(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: an option is given that is of trees, and the drafter has none.
+    """
+    for name in ("at_load", "nodes", "prompts"):
+        if getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"'{args.drafter}' has no tree, only the step costs are measured: leave out {option}")
+
+
 def print_costs(target: Target, lean: bool | None) -> None:
     """Time the target's steps again and print what they cost."""
     costs = step_costs(target, lean, remeasure=True)
@@ -378,10 +389,12 @@ def main() -> None:
     if not folders:
         if not args.target:
             raise ValueError(f"'{args.drafter}' has no target of its own: pass --target")
+        check_no_tree(args)
         return print_costs(load_target(args.target, **options), lean)
     folder, config, weights = read_named(folders[0], args.target, **options)
     family, target_name = family_of(folder, config), args.target or config["target"]["name_or_path"]
-    if not hasattr(family, "calibration"):  # it has no tree
+    if not hasattr(family, "calibration"):
+        check_no_tree(args)
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)
     drafter: Calibration = family.calibration(folder, config, weights)
     if args.at_load and drafter.step_time is not None:

@@ -30,6 +30,7 @@ from torch import Tensor
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
+RETIMED = 256  # the former for static steps, whose sizes are then timed FEWEST times anew: half a percent of the time
 RETRY, TRIALS = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
 UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
 CHEAP = 0.015  # a drafter that takes less, in plain steps, is always asked
@@ -362,7 +363,7 @@ class Sizes:
         self.counts = list(counts)
         self.seconds = {count: _Times() for count in counts}  # of a step of each size
         self.expected = dict.fromkeys(counts, 1.0)
-        self.factor, self.without_draft, self.drafted = 1.0, 0, 0
+        self.factor, self.without_draft, self.drafted, self.steps = 1.0, 0, 0, 0
 
     def tokens(self, count: int) -> float:
         """Expected tokens of a step with a tree of so many nodes."""
@@ -383,8 +384,12 @@ class Sizes:
         return best
 
     def timed(self, count: int, seconds: float) -> None:
-        """Record the time of a step."""
+        """Record the time of a step; forget those of sizes that were not used for long, which are then timed anew."""
         self.seconds[count].add(seconds)
+        self.steps += 1
+        if self.steps % RETIMED == 0:
+            for times in self.seconds.values():
+                times.review()
 
     def committed(self, count: int, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
         """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count. ``expected``:

@@ -112,7 +112,7 @@ def step_costs(target: Target, lean: bool | None = None, remeasure: bool = False
     found = find_lean(target, lean)
     decoder = "transformers" if isinstance(found, str) else "lean" if found.native is None else "lean, cpu.cpp"
     key = f"{target.fingerprint}, {target.dtype}, {target.device}, {decoder}"
-    known = read_measured(FILE).get(key)
+    known = read_measured(FILE, target.device).get(key)
     if target.fingerprint and isinstance(known, dict) and "rows" in known and not remeasure:
         seconds = {int(rows): float(each) for rows, each in known["rows"].items()}
         costs = StepCosts(seconds, float(known["per_key"]), float(known["per_key_and_node"]))
@@ -136,7 +136,7 @@ def _measure_and_keep(target: Target, lean: bool | None, key: str, seconds: floa
     if target.fingerprint and rounds >= MIN_ROUNDS:
         rows = {number: cost * costs.plain_seconds for number, cost in costs.points}
         per_key = {"per_key": costs.per_key, "per_key_and_node": costs.per_key_and_node}
-        write_measured(FILE, {key: {"rows": rows, **per_key}})
+        write_measured(FILE, {key: {"rows": rows, **per_key}}, target.device)
     return costs
 
 

@@ -46,7 +46,10 @@ class Prefilled:
         self.kept = [each.clone() for each in (state.root, state.feature, self.plain.cache.lengths)]
 
     def step(self, drafter: Drafter) -> Step:
-        """A step of a drafter that reads no features, on a copy of the cache."""
+        """A step of a drafter that reads no features, on a copy of the cache. Raises ValueError: its drafts are longer
+        than the cache has room for."""
+        if capacity_for(len(self.texts[0]) + 2 * self.new_tokens, drafter) > self.capacity:
+            raise ValueError(f"drafts of {drafter.num_nodes - 1} tokens are too long here; at most {MOST} are not")
         static = static_by_default(self.target)
         step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
         step.cache.take(self.plain.cache)

@@ -67,6 +67,12 @@ def test_speed_and_its_prediction(run):
         assert row["predicted"] == pytest.approx(row["tokens"] / time, rel=0.02)
 
 
+def test_drafts_that_the_cache_has_no_room_for(run_main, capsys):
+    words = "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 --drafts 40"
+    code, _, err = run_main(compressed.main, *words.split(), script="benchmarks/compressed.py")
+    assert code == 2 and "drafts of 40 tokens are too long here; at most 8 are not" in err, err
+
+
 def test_selections(run):
     rows = run("selection", "--contexts 64 --batch-sizes 1 3 --selectors streamingllm snapkv")
     assert len(rows) == 2 * 2 * 2 and all(row["seconds"] > 0 and row["plain_steps"] > 0 for row in rows)

@@ -94,6 +94,15 @@ def test_goal_of_kernels_in_a_step(tmp_path, write):
         assert found.met is met and f"1 nodes: {kernels}, 3.00 ms in them, step 4.00 ms" in found.value
 
 
+def test_a_product_is_whole(tmp_path, write):
+    """The parts that another kernel adds up are not compared with torch.mm."""
+    ways = {"torch.mm": 12.0, "4 x 64": 10.0, "parts: 4 x 64": 8.0}
+    rows = [kernel_row("few_rows", way, {"M": 1, "K": 4096}, us, moved=28e6) for way, us in ways.items()]
+    write("products/kernels.json", {"bandwidth": 4e12, "shapes": {"done": 1, "planned": 1}, "rows": rows})
+    found = judges.judge_products(tmp_path, False)
+    assert found.value == "1 rows: 70%–70% of the bandwidth, 1.20–1.20 × torch.mm"
+
+
 def test_goals_of_kernels(tmp_path, write):
     """K and V of 4 GB at 4 TB/s: 1 ms; products of 2 T at 1 P/s: 2 ms; what takes less than 30 µs is not judged."""
 

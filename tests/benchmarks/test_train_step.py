@@ -1,6 +1,7 @@
 """The cost of a training step: its arithmetic, and the command."""
 
 import json
+import shlex
 
 import pytest
 
@@ -53,3 +54,16 @@ def test_results_that_could_not_be_written(run_main, tmp_path, write_prompts):
     for script in (medusa_step, train_step, medusa_stages, kernel_times, unroll):
         code, _, err = run_main(script.main, *needed.get(script, []), "--out", file / "sub" / "x.json")
         assert code == 2 and err.startswith(f"error: --out {file}") and "cannot write here" in err
+
+
+def test_a_run_of_other_fields_is_not_taken_for_the_one_asked_for(tmp_path):
+    """benchmarks/medusa_stages.py measures finished runs that are there, by their recipe and fields."""
+    recipe, folder = "recipes/tiny-medusa2.yaml", tmp_path / "joint-direct-4"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    own = shlex.join([recipe, f"run.name={folder.name}", f"run.output_dir={tmp_path}", "run.seed=1"])
+    (folder / "recipe.yaml").write_text(f"# accelerate launch train/medusa.py {own} --resume\nrun: {{}}\n")
+    assert medusa_stages.train(recipe, tmp_path, "joint, direct", 4, ["run.seed=1"]) == folder
+    for other, fields in ((recipe, ["run.seed=2"]), ("recipes/other.yaml", ["run.seed=1"])):
+        with pytest.raises(ValueError, match="a run of another recipe or with other fields; give another --out"):
+            medusa_stages.train(other, tmp_path, "joint, direct", 4, fields)

@@ -88,10 +88,18 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
     "benchmarks.kmeans": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
     "benchmarks.medusa_step": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
-                                  "--repeat": NUMBERS, "--length": NUMBERS, "--layers": NUMBERS, "--threads": NUMBERS}),
+                                  "--repeat": NUMBERS, "--length": (*NUMBERS, "64"), "--layers": NUMBERS,
+                                  "--threads": NUMBERS, "--supervised": ("0", "2", "nan")}),
     "benchmarks.medusa_stages": (["--prompts", "prompts.jsonl"], {"--steps": NUMBERS, "--recipe": ("nowhere.yaml",)}),
     "benchmarks.kernel_times": ([], {
-        "--nodes": ("nan", "many"), "--batches": ("nan", "many"), "--contexts": ("nan", "many"),
+        "--nodes": ("nan", "many"), "--batches": ("nan", "many", "0"), "--contexts": ("nan", "many", "-1"),
+        "--level": ("0", "x"),
+    }),
+    "benchmarks.budget": (["ngram", "--target", "TARGET", "--prompts", "prompts.jsonl"], {
+        "--max-new-tokens": ("1", "0", "x"), "--fixed": NUMBERS, "--rounds": NUMBERS, "--batch-sizes": NUMBERS,
+    }),
+    "benchmarks.compressed": (["acceptance", "TARGET"], {
+        "--entries": (*NUMBERS, "2000"), "--contexts": NUMBERS, "--drafts": NUMBERS, "--new-tokens": NUMBERS,
     }),
     "benchmarks.gpu.run": ([], {"--bundle": ("99", "x"), "--only": ("x",), "--minutes": ("-1", "nan", "x")}),
 }  # fmt: skip

@@ -354,6 +354,9 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
     assert code == 0 and re.fullmatch(
         r"a plain step: [\d.]+ ms; times that by nodes: 1: 1.00(, \d+: [\d.]+)+\n", out
     ), err
+    for option in (["--at-load"], ["--nodes", 4], ["--prompts", prompts]):
+        code, out, err = run_main(calibrate.main, "ngram", "--target", tiny_lm, *option)
+        assert code == 2 and not out and f"leave out {option[0]}" in err, err
     assert run_main(calibrate.main, "ngram")[2] == "error: 'ngram' has no target of its own: pass --target\n"
     two = run_main(calibrate.main, f"{folder}+runs/other")[2]
     assert two == f"error: '{folder}+runs/other' has 2 drafter folders; calibrate each by itself\n"
