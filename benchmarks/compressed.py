@@ -61,7 +61,7 @@ def check(args: argparse.Namespace) -> None:
         check_once(f"--{option.replace('_', '-')}", getattr(args, option))
     alone = args.what == "selection" or not args.drafters
     if alone and min(args.entries) - (args.what == "acceptance") >= max(args.contexts):
-        raise ValueError(f"--entries {min(args.entries)}: texts of {max(args.contexts)} tokens have no more; name fewer")
+        raise ValueError(f"--entries {min(args.entries)}: texts of {max(args.contexts)} tokens have no more")
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class Server:
             detail = self.short(body.read(10_000).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException):
             detail = ""
-        if code in (400, 413, 422) and re.search("context.length", detail):
+        if code in (400, 413, 422) and re.search("context.(length|size)", detail):
             return RequestFailed(TOO_LONG, detail)
         retry = code in (408, 429) or code >= 500
         return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after))

@@ -6,6 +6,7 @@ is kept in the run's folder, so that a resumed run need not read the source from
 """
 
 import bisect
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from draftsmith.common.files import json_object, write_text
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.packing import Rows
 from draftsmith.data.rows import Skipped, rows
-from draftsmith.data.tokenized import check, encoded, template_for
+from draftsmith.data.tokenized import check, encoded, template_for, tokenizer_facts
 
 WINDOW = 1000  # samples that are in memory at a time and shuffled among themselves
 
@@ -43,18 +44,21 @@ class StreamedRows:
         self.keep = keep  # whether this process writes the note; all read it
         self.length = data.max_length
         self.template = template_for(data, tokenizer)
+        first, known = rows(source, skip=0)
+        facts = json.dumps([known, tokenizer_facts(tokenizer, self.template)], sort_keys=True)
         self.request: dict[str, Any] = {
             "source": source.model_dump(exclude={"weight"}),
             "max_length": data.max_length,
             "packing": data.packing,
             "seed": seed,
+            "of": hashlib.sha256(facts.encode()).hexdigest(),  # files by their sizes
         }
         self.ends: list[int] = []  # number of rows up to the end of each window, over all epochs
         self.per_epoch: int | None = None  # number of windows; known once the source has ended
         if note.exists() and (kept := json_object(note)).get("asked") == self.request:
             self.ends, self.per_epoch = kept["ends"], kept["per_epoch"]
         self._window: tuple[int, Rows | None, np.ndarray] | None = None
-        self._reading: tuple[int, Any] | None = None  # the next window of the open iterator
+        self._reading: tuple[int, Any] | None = (0, first)  # the next window of the open iterator
         self.skipped = self._load(0)
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:

@@ -58,6 +58,17 @@ def read_template(template: str | None) -> str | None:
     raise FileNotFoundError(f"data.template: '{template[:200]}' is neither a Jinja template nor a file")
 
 
+def tokenizer_facts(tokenizer: PreTrainedTokenizerBase, template: str | None) -> dict[str, Any]:
+    """What tokens depend on beside the text. ``template``: in place of the tokenizer's own, if there is one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "tokenizer": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
+        # Not part of the above: appended to completions, and printed by templates.
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "template": template or tokenizer.chat_template,
+    }
+
+
 def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A source's samples. The first process encodes them and caches them by a hash of everything they depend on; other
     processes wait for it.
@@ -68,15 +79,11 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
     source_rows = itertools.islice(source_rows, source.limit)
     if source.streaming:  # the content of a stream is unknown before it was read
         return check(encoded(source_rows, source, data, tokenizer, template), source, data)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
     made_of = {
         "version": _VERSION,
         "source": source.model_dump(exclude={"weight", "answers"}),
         "rows": known,
-        "tokenizer": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
-        # Not part of the above: appended to completions, and printed by templates.
-        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        "template": template or tokenizer.chat_template,
+        **tokenizer_facts(tokenizer, template),
         "max_length": data.max_length,
     }
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]

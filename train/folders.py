@@ -199,8 +199,12 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
         raise ValueError(f"{folder}: holds a finished run without checkpoints; pass --restart to begin anew")
     if restart:
         _forget(folder)
-        return False
-    return bool(there)
+    elif not there:  # what a run that ended before its first checkpoint has left: lines of steps that count no longer
+        for name in ("metrics.jsonl", "training.html", "wandb_id"):
+            (folder / name).unlink(missing_ok=True)
+        for name in ("streams", "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return bool(there) and not restart
 
 
 def check_unchanged(recipe: Recipe) -> None:

@@ -172,6 +172,7 @@ def prepare(
         plugin: Any = accelerator.state.deepspeed_plugin
         plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,
+            "train_batch_size": micro * accelerator.num_processes,  # accelerate fills in the first stage's
             "gradient_accumulation_steps": 1,  # the loop says when a step is whole
             "gradient_clipping": clip,
             "zero_allow_untested_optimizer": True,  # torch's own, by the recipe

@@ -68,6 +68,19 @@ def test_a_resumed_run_sees_the_same_and_does_not_begin_anew(tmp_path, tokenizer
     assert [texts(other, [n], tokenizer) for n in range(30)] != expected[:30], "another seed, another order"
 
 
+def test_counts_of_other_rows_are_not_taken(tmp_path, tokenizer):
+    """Of a file that has changed since, or of other tokens."""
+    note, held = tmp_path / "streams/0.json", data(max_length=4)
+    for count, settings in ((30, data()), (10, data()), (10, held), (10, held)):
+        rows = StreamedRows(write(tmp_path / "a.jsonl", count), settings, tokenizer, 3, note, keep=True)
+        rows.batch([60])
+        fresh = StreamedRows(rows.source, settings, tokenizer, 3, tmp_path / "none.json", keep=False)
+        fresh.batch([60])
+        assert rows.ends == fresh.ends and rows.per_epoch == fresh.per_epoch == -(-count // 4)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["line"]})
+    assert StreamedRows(rows.source, held, tokenizer, 3, note, keep=True).per_epoch is None, "tokens are others"
+
+
 def test_a_limit(tmp_path, tokenizer):
     source = write(tmp_path / "a.jsonl", 30).model_copy(update={"limit": 6})
     rows = StreamedRows(source, data(), tokenizer, 0, tmp_path / "note.json", keep=True)

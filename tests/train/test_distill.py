@@ -673,6 +673,7 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
         ((307, b"", (("Location", "/else"),)), 1, "http 307"),
         ((302, b"", (("Location", "/else"),)), 1, "http 302"),
         ((400, b"the maximum context length is 9"), 1, "too long"),
+        ((400, b"request (12 tokens) exceeds the available context size (9 tokens)"), 1, "too long"),  # llama.cpp
         ((400, b"bad temperature"), 1, "http 400"),
     ],
 )

@@ -75,6 +75,23 @@ def old_run(folder: Path, script: str) -> None:
     (folder / "recipe.yaml").write_text(f"# accelerate launch train/{script}.py x.yaml\nrun: {{}}\n")
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_leaves_no_lines(tmp_path):
+    """What the next one makes anew; answers and hidden states, which say what they were made for, stay."""
+    for resume in (False, True):
+        for name in (
+            "metrics.jsonl",
+            "training.html",
+            "wandb_id",
+            "streams/0.json",
+            "tensorboard/x",
+            "answers/0.jsonl",
+        ):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("{}")
+        assert not begin(tmp_path, resume, False)
+        assert [path.name for path in tmp_path.iterdir()] == ["answers"] and list((tmp_path / "answers").iterdir())
+
+
 def test_runs_from_before_the_mark(tmp_path):
     for script in ("medusa", "lm"):
         old_run(tmp_path / script, script)

@@ -40,9 +40,16 @@ MAIN = medusa.main
 
 @pytest.fixture(scope="module")
 def recipe(tiny_lm, tmp_path_factory):
-    """Two stages of ten steps."""
+    """Two stages of ten steps, with micro-batches of their own."""
     joint = {"lora": {"r": 4, "dropout": 0.0}, "head_weight": 0.1, "ramp": "constant"}
-    adapters = {"name": "medusa-2", **STAGE, "optim": {"lr": 1e-3, "schedule": "constant"}, "joint": joint}
+    batch = {"sequences": 8, "accumulate": 4}
+    adapters = {
+        "name": "medusa-2",
+        **STAGE,
+        "batch": batch,
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+        "joint": joint,
+    }
     return write_recipe(
         tmp_path_factory.mktemp("runs"),
         tiny_lm,
