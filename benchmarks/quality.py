@@ -19,7 +19,7 @@ a grade are counted. The server's key is read from OPENAI_API_KEY.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from draftsmith.benchmarks.tasks import SETS, Task, tasks_of
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
+
+PLAIN = "plain"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     check_options(args, "count", "max_new_tokens", "batch_size")
     check_once("--sets", args.sets)
-    check_once("", args.drafters)
+    check_once("", [short_name(name) for name in args.drafters])
+    if PLAIN in map(short_name, args.drafters):
+        raise ValueError(f"a drafter's name is '{PLAIN}', as that of plain decoding; give its folder another one")
     check_names(args.drafters, args.target)
     given = [args.judge, args.judge_model, args.questions]
     if any(given) and not all(given):
@@ -86,8 +90,6 @@ from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.timing import Method, Timed, run_rounds, speedup, speedup_fields, with_own_seeds
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.models.target import Target
-
-PLAIN = "plain"
 
 
 def method(decoder: SpeculativeDecoder, args: argparse.Namespace, sampling: Sampling | None, lossy: bool) -> Method:
@@ -185,6 +187,18 @@ def by_judge(args: argparse.Namespace, questions: list[Prompt], methods: dict[st
         write_report(args.out, facts | {"answers": texts})
 
 
+def check_targets(base: Target, loaded: Mapping[str, tuple[Target, Any]]) -> None:
+    """Raise a ValueError unless the drafters' targets are ``base`` or, by their adapters, made of it."""
+    for name, (target, _) in loaded.items():
+        vocabularies = [each.tokenizer and each.tokenizer.get_vocab() for each in (base, target)]
+        other = target.fingerprint != base.fingerprint and target.name != base.name
+        if other or vocabularies[0] != vocabularies[1]:
+            raise ValueError(
+                f"'{name}': its target '{target.name}' is not '{base.name}', nor an adapter on it; quality is compared "
+                "of drafters with one target"
+            )
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
@@ -203,6 +217,7 @@ def main() -> None:
     base, _ = load_drafter("none", target_name=args.target or next(iter(loaded.values()))[0].name, **options)
     if base.tokenizer is None:
         raise ValueError(f"'{base.name}' has no tokenizer: its answers cannot be read")
+    check_targets(base, loaded)
 
     lean = DECODERS[args.decoder]
     decoders = {PLAIN: SpeculativeDecoder(base, lean=lean)}

@@ -1,15 +1,22 @@
 """Right answers beside speed: what judges them, in which process a program runs, and the command."""
 
+import copy
 import json
+import shutil
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
+import torch
 
 from draftsmith.benchmarks import judged, quality, tasks
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.target import load_target
 
 HEADER = "from typing import List\n\n\n"
 PROMPT = f'{HEADER}def total(numbers: List[int]) -> int:\n    """The sum."""\n'
@@ -154,6 +161,29 @@ def test_the_command(run_main, drafter, tmp_path):
     assert found["nats_per_token"].keys() == {"plain"}
 
 
+def test_drafters_of_two_targets(run_main, drafter, target, tiny_lm, tmp_path):
+    """Their prompts are one target's tokens, so that the other's figures would be nonsense; an adapter's are not."""
+    quality.check_targets(target, {"a": (target, None), "b": (replace(target, fingerprint="with an adapter"), None)})
+    changed = replace(target, tokenizer=copy.deepcopy(target.tokenizer))
+    changed.tokenizer.add_tokens("<another>")
+    with pytest.raises(ValueError, match="'b': its target"):
+        quality.check_targets(target, {"a": (target, None), "b": (changed, None)})
+
+    model = copy.deepcopy(target.model)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    shutil.copytree(tiny_lm, tmp_path / "other-lm")
+    model.save_pretrained(tmp_path / "other-lm")
+    other, folder = load_target(str(tmp_path / "other-lm")), tmp_path / "others"
+    heads = MedusaHeads.for_target(other, 3, 1, "shared")
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), other, {})
+    shutil.copy(drafter / "tree.json", folder)
+    options = ["--sets", "arithmetic", "--count", 2, "--max-new-tokens", 4]
+    code, _, err = run_main(quality.main, drafter, folder, *options)
+    said = f"error: '{folder}': its target '{other.name}' is not '{target.name}', nor an adapter on it; "
+    assert code == 2 and said in err, err
+
+
 class Grading(BaseHTTPRequestHandler):
     """Grades an answer by its length; refuses some, and says no grade of others."""
 
@@ -253,6 +283,8 @@ def test_shares_and_differences():
         ),
         (["--sets", "code", "code"], "--sets code code: code is given twice; leave one out"),
         (["--epsilon", 2, "--temperature", 1], "epsilon 2.0: must be above 0 and at most 1"),
+        (["else/where/heads"], "heads heads: heads is given twice; leave one out"),
+        (["some/plain"], "a drafter's name is 'plain', as that of plain decoding; give its folder another one"),
     ],
 )
 def test_bad_input(run_main, drafter, options, message):
