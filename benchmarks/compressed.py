@@ -18,6 +18,7 @@ batches and rounds (speed).
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,6 @@ from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.costs import context_costs
@@ -85,7 +85,7 @@ from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth, longest_context, windows
-from draftsmith.inference.planner import Setting, drafter_of, measure, predict
+from draftsmith.inference.planner import Setting, drafter_of, measure, predict_answers
 from draftsmith.models.options import choose_device
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target, load_target
@@ -187,12 +187,8 @@ def speed(target: Target, args: argparse.Namespace, advance: Callable[[], None])
             for setting in settings:
                 columns = torch.tensor([seconds["plain"], seconds[setting]])
                 conditional = (depths[setting][:, 1] / depths[setting][:, 0].clamp(min=1)).tolist()
-                own = single[setting.selector, setting.entries]
-                cached = context + args.new_tokens / 2
-                select = own.select if args.new_tokens > APPENDED else 0.0
-                appended = min(APPENDED, args.new_tokens)
-                beyond = own.per_step, own.per_draft, own.per_plain
-                plan = predict(costs.seconds, rows, cached, setting, conditional, select, *beyond, appended)
+                own = replace(single[setting.selector, setting.entries], alpha=conditional)
+                plan = predict_answers(costs.seconds, rows, context, setting, own, args.new_tokens)
                 row = {"batch": rows, "context": context, **vars(setting), **with_interval(columns, name="speedup")}
                 row |= {"by_depth": [round(each, 4) for each in conditional], "tokens": round(plan.tokens, 3)}
                 row["predicted"] = round(plan.speedup, 4)

@@ -106,7 +106,7 @@ class Prediction:
     tokens: float  # E
     verify: float
     draft: float  # of all drafting in a step
-    select: float  # of selections
+    select: float  # of selections within a step
     least_alpha: float  # acceptance of every drafted token from which on it would pay; above 1: none would
 
 
@@ -170,6 +170,22 @@ class Measured:
     per_plain: float
 
 
+def predict_answers(
+    seconds: Callable[[int, float, int], float],
+    batch: int,
+    context: int,
+    setting: Setting,
+    own: Measured,
+    new_tokens: int,
+) -> Prediction:
+    """:func:`predict` of answers of ``new_tokens`` to ``context`` tokens, without the first selection, which is made
+    before the first step: topk selects in each step, others after every 256 new tokens."""
+    middle, appended = context + new_tokens / 2, min(APPENDED, new_tokens)
+    select = own.select if setting.selector == "topk" or new_tokens > APPENDED else 0.0
+    beyond = own.per_step, own.per_draft, own.per_plain
+    return predict(seconds, batch, middle, setting, own.alpha, select, *beyond, appended)
+
+
 def measure(
     target: Target,
     costs: ContextCosts,
@@ -194,21 +210,19 @@ def measure(
         run = batch.run(batch.plain)
         plain = min(plain, run.seconds / run.steps)
     found: dict[tuple[str, int], Measured] = {}
-    length = len(texts[0]) + new_tokens / 2
-    per_plain = plain - costs.seconds(1, length, 1)
+    context = len(texts[0])
+    calculated = costs.seconds(1, context + new_tokens / 2, 1)  # of a plain step
     for key, drafted_accepted in counts.items():
         # A depth that was reached a few times says little: the mean of all depths counts as eight tokens there.
         drafted, accepted = drafted_accepted.unbind(1)
         alpha = ((accepted + 8 * accepted.sum() / drafted.sum()) / (drafted + 8)).tolist()
-        in_steps = selects[key] if key[0] == "topk" or new_tokens > APPENDED else 0.0
         beyond: dict[int, float] = {}  # by number of drafted tokens
         for drafts in (1, MOST):
-            appended = min(APPENDED, new_tokens)
-            known = predict(costs.seconds, 1, length, Setting(*key, drafts), alpha, in_steps, appended=appended)
-            total = (known.draft + known.verify + known.select) * costs.seconds(1, length, 1)
-            beyond[drafts] = steps[(*key, drafts)] - total
+            bare = Measured(alpha, selects[key], 0.0, 0.0, 0.0)
+            known = predict_answers(costs.seconds, 1, context, Setting(*key, drafts), bare, new_tokens)
+            beyond[drafts] = steps[(*key, drafts)] - (known.draft + known.verify + known.select) * calculated
         per_draft = (beyond[MOST] - beyond[1]) / (MOST - 1)
-        found[key] = Measured(alpha, selects[key], beyond[1] - per_draft, per_draft, per_plain)
+        found[key] = Measured(alpha, selects[key], beyond[1] - per_draft, per_draft, plain - calculated)
     return found, prefill
 
 
@@ -223,14 +237,13 @@ def plan(
     measured by S and (selector, K), and seconds of prefills by S."""
     cells: list[dict[str, Any]] = []
     for batch, (cached, of_length) in itertools.product(batches, measured.items()):
-        middle = cached + new_tokens / 2
         options: list[tuple[Prediction, Setting]] = []
         for (key, own), drafts in itertools.product(of_length.items(), range(1, MOST + 1)):
             setting = Setting(*key, drafts)
-            options.append((predict(costs.seconds, batch, middle, setting, **vars(own)), setting))
+            options.append((predict_answers(costs.seconds, batch, cached, setting, own, new_tokens), setting))
         best, setting = max(options, key=lambda option: option[0].speedup)
         of_best = of_length[setting.selector, setting.entries]
-        step = costs.seconds(batch, middle, 1) + of_best.per_plain
+        step = costs.seconds(batch, cached + new_tokens / 2, 1) + of_best.per_plain
         plain = new_tokens * step
         start, selecting = prefills[cached] * batch, of_best.select * batch
         cells.append(

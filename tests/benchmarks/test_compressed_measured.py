@@ -2,10 +2,13 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
 from draftsmith.benchmarks import compressed
+from draftsmith.inference.engine.costs import ContextCosts, StepCosts
+from draftsmith.inference.planner import Measured, plan
 
 
 @pytest.fixture
@@ -71,6 +74,23 @@ def test_drafts_that_the_cache_has_no_room_for(run_main, capsys):
     words = "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 --drafts 40"
     code, _, err = run_main(compressed.main, *words.split(), script="benchmarks/compressed.py")
     assert code == 2 and "drafts of 40 tokens are too long here; at most 8 are not" in err, err
+
+
+def test_a_plan_predicts_the_same(run, monkeypatch):
+    """By the same figures, inference/planner.py's plan and the grid have one prediction."""
+    costs = ContextCosts(
+        StepCosts({1: 0.01, 65: 0.07}),
+        {(1, s, n): 0.01 + 1e-3 * n + 1e-5 * s for s in (16, 32, 64, 96) for n in (1, 5)},
+    )
+    pairs = [(selector, entries) for selector in ("snapkv", "topk") for entries in (36, 40)]
+    own = Measured([], 3e-3, 1e-4, 2e-4, 3e-4)
+    monkeypatch.setattr(compressed, "context_costs", lambda *given: costs)
+    monkeypatch.setattr(compressed, "measure", lambda *given: (dict.fromkeys(pairs, own), 0.1))
+    for row in run("speed", "--contexts 64 --drafts 1 --selectors snapkv topk --kinds books --count 1"):
+        alone = replace(own, alpha=[*row["by_depth"], *[0.0] * 7])  # more than one draft never pays
+        (cell,) = plan(costs, {64: {(row["selector"], row["entries"]): alone}}, {64: 0.1}, [1], 8)
+        assert cell["best"] == f"{row['selector']}:{row['entries']}@1"
+        assert cell["speedup"] == pytest.approx(row["predicted"], rel=1e-3)
 
 
 def test_selections(run):

@@ -92,6 +92,25 @@ def test_plans_say_where_plain_decoding_is_the_fastest():
     assert 1 < long["speedup_with_prefill"] < long["speedup"]
 
 
+@pytest.mark.parametrize("new_tokens", [64, 300])
+@pytest.mark.parametrize("selector", ["snapkv", "topk"])
+def test_plans_count_selections_within_the_steps(selector, new_tokens):
+    """The first one stands beside the prefill; only topk makes others within 256 new tokens."""
+    own = Measured([0.9] * 8, 1e-3, 1e-4, 1e-4, 1e-4)
+    known = measured_of(COSTS, (1, 16), (100, 2000, 8000))
+    (cell,) = plan(known, {8000: {(selector, 64): own}}, {8000: 6.0}, [16], new_tokens)
+    setting = Setting(selector, 64, len(cell["alpha"]))
+    tokens, again = expected_tokens(cell["alpha"]), {("snapkv", 64): 0, ("snapkv", 300): 1 / 256}
+    plain = t(16, 8000 + new_tokens / 2, 1) + 1e-4
+    select = 16 * 1e-3 * tokens * again.get((selector, new_tokens), 1 / tokens)
+    draft = sum(t(16, 64 + min(new_tokens, 256) / 2 + depth, 1) + 1e-4 for depth in range(setting.drafts))
+    verify = t(16, 8000 + new_tokens / 2, setting.drafts + 1) + 1e-4
+    assert cell["speedup"] == pytest.approx(tokens * plain / (draft + verify + select), abs=1e-4)
+    decoded = new_tokens * plain
+    whole = (96 + decoded) / (96 + 16e-3 + decoded / cell["speedup"])
+    assert cell["speedup_with_prefill"] == pytest.approx(whole, abs=1e-4)
+
+
 def test_counts_by_depth():
     assert by_depth([[1, 3, 4], [2]], 3) == [[4, 3], [3, 2], [2, 1]]
 
