@@ -5,8 +5,8 @@
 
 A and B are measured over the prompts, or timed groups of prompts, that are in both reports. A 95 % interval is a
 bootstrap over them: a resampled prompt brings its figures of A and of B, so that what prompts differ in cancels out.
-Speeds are not compared where machine, threads, dtype or batch size differ. Those of two commands were measured at
-different times: then speed-ups, whose baseline is decoded in turn with the drafter, say more than tokens/s.
+Speeds are not compared where machine, threads, dtype, batch size or the timed groups differ. Those of two commands were
+measured at different times: then speed-ups, whose baseline is decoded in turn with the drafter, say more than tokens/s.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, or the reports have no target or no prompt in common.
 """
@@ -77,6 +77,9 @@ def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], b
         warnings.append(f"not the same versions: {versions}")
     if elsewhere := differing(a, b, SAME_SPEED):
         warnings.append(f"speeds are not compared: {elsewhere}")
+    of_a, of_b, of_both = ({key for group in pair_groups(each) for key in group} for each in ([a], [b], [a, b]))
+    if not elsewhere and (apart := len((of_a & of_b) - of_both)):
+        warnings.append(f"speeds of {apart} prompts are not compared: they were not timed in the same groups")
     return warnings, not elsewhere
 
 
@@ -113,21 +116,44 @@ def compare(columns: Columns) -> dict[str, Any]:
     return {"a": a, "b": b, "difference": float(difference(total)), "ratio": float(ratio(total)), **intervals}
 
 
+def figure_of(columns: Columns) -> float | None:
+    """A speed or speed-up over all groups of one report; None if there are none. ``columns``: two or four amounts of
+    each group, as :func:`compare` takes them of A."""
+    sums = [sum(amounts) for amounts in zip(*columns.values(), strict=True)]
+    rates = [tokens / seconds for tokens, seconds in zip(sums[0::2], sums[1::2], strict=True)]
+    return rates[0] / rates[1] if len(rates) == 2 else rates[0] if rates else None
+
+
+def kinds_of(report: Mapping[str, Any]) -> dict[Any, str]:
+    """The kind of each prompt, by its key, and of each timed group, by the keys of its prompts, which are of one."""
+    kinds = dict(zip(keys_of(report), (kind or "other" for kind in report["per_prompt"]["kind"]), strict=True))
+    return kinds | {group: kinds[group[0]] for group in pair_groups([report])}
+
+
 def rows_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str | None, str, dict[str, Any]]]:
     """(kind of text, name of the figure, :func:`compare` of it): first of all prompts (kind None), then of each kind in
-    A, where there are several."""
-    kind_of = dict(zip(keys_of(a), (kind or "other" for kind in a["per_prompt"]["kind"]), strict=True))
-    figures = {"τ": pair_prompts([a, b])}
+    A, where there are several. Of speeds without a group that both reports timed, only A's and B's own figures."""
+    kind_of, kinds_of_b = kinds_of(a), kinds_of(b)
     bases = [base for base in BASES if all(base in each["per_group"]["baselines"] for each in (a, b))]
-    figures |= {BASES[base]: pair_groups([a, b], base) for base in bases} | {"tokens/s": pair_groups([a, b])}
+    same = a.get("batch_size") == b.get("batch_size")  # else a common group is what was left over in one of them
     kinds = list(dict.fromkeys(kind_of.values()))
     rows: list[tuple[str | None, str, dict[str, Any]]] = []
     for kind in [None, *(kinds if len(kinds) > 1 else [])]:
-        for name, columns in figures.items():
-            first = (lambda key: key) if name == "τ" else (lambda group: group[0])  # a group has one kind of prompts
-            part = {key: amounts for key, amounts in columns.items() if kind in (None, kind_of[first(key)])}
-            if part:
-                rows.append((kind, name, compare(part)))
+
+        def part(columns: Columns, of: Mapping[Any, str], kind: str | None = kind) -> Columns:
+            return {key: amounts for key, amounts in columns.items() if kind in (None, of[key])}
+
+        if paired := part(pair_prompts([a, b]), kind_of):
+            rows.append((kind, "τ", compare(paired)))
+        for base in [*bases, None]:
+            name = BASES[base] if base else "tokens/s"
+            if same and (paired := part(pair_groups([a, b], base), kind_of)):
+                rows.append((kind, name, compare(paired)))
+            else:
+                first = figure_of(part(pair_groups([a], base), kind_of))
+                second = figure_of(part(pair_groups([b], base), kinds_of_b))
+                if first or second:
+                    rows.append((kind, name, {"a": first, "b": second, "difference": None}))
     return rows
 
 
@@ -137,7 +163,9 @@ def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: b
     for column in ("", "A", "B", "B − A (95 %)", "B ÷ A (95 %)"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
 
-    def cell(value: float, interval: Sequence[float] | None, form: str) -> str:
+    def cell(value: float | None, interval: Sequence[float] | None, form: str) -> str:
+        if value is None:
+            return "–"
         return f"{value:{form}}" + (f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else "")
 
     before: str | None = ""
@@ -146,10 +174,10 @@ def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: b
             table.add_row(f"[bold]{escape(kind or 'all')}[/bold]")
         before, digits = kind, ".1f" if name == "tokens/s" else ".2f"
         compared = ("–", "–")
-        if speeds or name == "τ":
+        if found["difference"] is not None and (speeds or name == "τ"):
             difference = cell(found["difference"], found["difference_interval"], f"+{digits}")
             compared = (difference, cell(found["ratio"], found["ratio_interval"], ".2f"))
-        table.add_row(f"  {name}", f"{found['a']:{digits}}", f"{found['b']:{digits}}", *compared)
+        table.add_row(f"  {name}", *(cell(found[each], None, digits) for each in "ab"), *compared)
     make_console(stderr=False).print(table)
 
 

@@ -128,6 +128,42 @@ def test_what_differs_is_said(folder, tmp_path, run_main, fields, message):
     assert ("–" in out) == ("speeds are not" in message) and "+" in out
 
 
+def regrouped(report, *groups):
+    """The report, had it timed groups of these prompts (by number), each in a second for 100 tokens."""
+    of = {number: place for place, group in enumerate(groups) for number in group}
+    figures = {"new_tokens": [100] * len(groups), "seconds": [1.0] * len(groups)}
+    figures |= {"baselines": {"engine": {"new_tokens": [100] * len(groups), "seconds": [2.0] * len(groups)}}}
+    return {"per_prompt": report["per_prompt"] | {"group": [of.get(n) for n in range(12)]}, "per_group": figures}
+
+
+def test_other_timed_groups(folder, tmp_path, run_main, reports):
+    """Speeds of groups that only one report timed stand beside each other, and are not compared."""
+    own = f"{reports[0]['speedup']:.2f}", f"{reports[0]['tokens_per_second']:.1f}"
+    pairs = [[n, n + 1] for n in range(0, 10, 2)]
+    by_two = regrouped(reports[1], *pairs, [10], [11]) | {"batch_size": 2}  # both reports have the last two groups
+    apart = regrouped(reports[1], *pairs)
+    for fields, said in ((by_two, ": batch size 1, 2\n"), (apart, ": they were not timed in the same groups\n")):
+        code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **fields))
+        assert code == 0 and said in err and err.count("\n") == 3
+        rows = [line.split() for line in out.splitlines()]
+        assert rows[2][0] == "τ" and rows[2][3].startswith("+")
+        assert rows[3] == ["×", "plain", own[0], "2.00", "–", "–"] and rows[4] == [
+            "tokens/s",
+            own[1],
+            "100.0",
+            "–",
+            "–",
+        ]
+    some = regrouped(reports[1], *([n] for n in range(6, 12)), [0, 1, 2], [3, 4, 5])  # the first kind's are others
+    code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **some))
+    assert "warning: speeds of 6 prompts are not compared: they were not timed in the same groups\n" in err
+    rows = [line.split() for line in out.splitlines()]
+    assert [(row[0], row[-1] == "–") for row in rows[1:9]] == [
+        *(("all", False), ("τ", False), ("×", False), ("tokens/s", False)),
+        *(("code", False), ("τ", False), ("×", True), ("tokens/s", True)),
+    ]
+
+
 def test_threads_differ(folder, tmp_path, run_main):
     device = json.loads((folder / "report.json").read_text())["device"].replace("1 threads", "7 threads")
     _, _, err = run(run_main, folder / "none", changed(folder, tmp_path, device=device))
