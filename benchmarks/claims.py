@@ -142,6 +142,7 @@ def run(claim: Claim, small: bool, folder: Path, seed: int, ran: set[str]) -> di
         if (code := subprocess.run(words, cwd=ROOT, check=False).returncode) != 0:
             raise ValueError(f"{claim.name}: a command failed (exit code {code}): {command}")
     figures = claim.read(ROOT / fields[claim.at])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "name": claim.name,
         "small": small,
@@ -153,7 +154,7 @@ def run(claim: Claim, small: bool, folder: Path, seed: int, ran: set[str]) -> di
         "commands": [command for _, command in commands],
         "seconds": round(time.monotonic() - began),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "device": re.sub(r", \d+ threads$", "", device_name(device)),  # each command says its own in its report
         "versions": versions(),
     }
 
@@ -192,7 +193,8 @@ def kept() -> dict[str, list[dict[str, Any]]]:
 
 def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """By claim: the kept results, and, in the place of those with their seed, those of the folder; no small ones."""
-    own = [json_object(path, "result") for path in sorted(folder.glob("*.json"))]
+    files = [json_object(path, "result") for path in sorted(folder.glob("*.json"))]
+    own = [each for each in files if {"small", "name", "seed"} <= {*each}]  # other commands may write there, too
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     for each in (*itertools.chain(*kept().values()), *own):
         if not each["small"] and each["name"] in BY_NAME:
@@ -231,13 +233,17 @@ def verdict_of(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
 
 
 def in_short(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
-    """The verdict's first words, and for how many of the first result's judged figures it holds."""
+    """The verdict's first words, for how many of the judged figures it holds, if for the same ones by all seeds, and
+    the number of seeds, if there are several."""
     word = re.split(":|, | for ", verdict_of(claim, found))[0]
     if not found:
         return word
-    judged = judged_of(found[0])
-    count = f"{word} for {len(by_verdict(judged).get(word, judged))} of {len(judged)}"
-    return count + f", {len(found)} seeds" * (len(found) > 1)
+    seeds = f", {len(found)} seeds" * (len(found) > 1)
+    judged = [judged_of(each) for each in found]
+    holds = [by_verdict(figures).get(word, [each.what for each in figures]) for figures in judged]
+    if len({each["verdict"] for each in found}) > 1 or holds.count(holds[0]) < len(holds):
+        return word + seeds
+    return f"{word} for {len(holds[0])} of {len(judged[0])}{seeds}"
 
 
 def figure_text(figures: Sequence[Figure]) -> str:

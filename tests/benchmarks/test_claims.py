@@ -61,6 +61,7 @@ def test_the_small_version(run_main, folder, names):
     for name in names:
         result = json.loads((folder / f"{name}-small.json").read_text())
         assert result["small"] and result["verdict"] == "none: a small run" and result["seconds"] >= 0
+        assert "threads" not in result["device"], "each command has its own"
         judged = [each for each in result["figures"] if each["above"] is not None]
         assert judged and all(each["value"] is not None for each in judged)
         assert all(each["what"] in out for each in result["figures"])
@@ -138,6 +139,7 @@ def test_the_list_and_the_table(run_main, tmp_path):
     for seed, value in enumerate((1.0, 1.2)):
         again = {"seed": seed, "figures": [vars(Figure("τ | x", value, (value - 0.5, value + 0.5), 1.0))]}
         (tmp_path / f"{seed}.json").write_text(json.dumps(result | again))
+    (tmp_path / "another.json").write_text('{"name": "a file of another command"}')
     code, out, _ = run_main(claims.main, "--list", "--out", tmp_path, script="benchmarks/claims.py")
     assert code == 0 and all(claim.name in out for claim in CLAIMS)
     code, out, _ = run_main(claims.main, "--table", "--out", tmp_path, script="benchmarks/claims.py")
@@ -179,6 +181,11 @@ def test_verdicts_in_short():
         result = {"figures": list(map(vars, figures)), "verdict": claims.judge(figures)}
         assert claims.in_short(claim, [result]) == said
     assert claims.in_short(claims.BY_NAME["specinfer-sequences"], []) == "not comparable"
+    sure, unsure = ([Figure(what, 2.0, (low, 2.5), 1.0) for what in "ab"] for low in (1.5, 0.5))
+    first = [sure[0], unsure[1]]
+    for second, said in ((first, "undecided for 1 of 2, 2 seeds"), ([unsure[0], sure[1]], "undecided, 2 seeds")):
+        results = [{"seed": 0, "figures": list(map(vars, each)), "verdict": "undecided"} for each in (first, second)]
+        assert claims.in_short(claim, results) == said, "of the same figures by both seeds, or of others"
 
 
 @pytest.mark.parametrize("name", [claim.name for claim in CLAIMS if claim.read is not None])
@@ -211,7 +218,8 @@ def test_a_verdict_of_two_seeds(second, verdict):
     ]
     claim = claims.BY_NAME["eagle-dynamic-tree"]
     assert claims.verdict_of(claim, results) == verdict
-    assert claims.in_short(claim, results) == f"{verdict.split(',')[0].split(':')[0]} for 1 of 1, 2 seeds"
+    same = verdict.startswith("confirmed")
+    assert claims.in_short(claim, results) == ("confirmed for 1 of 1, 2 seeds" if same else "undecided, 2 seeds")
 
 
 @pytest.mark.parametrize(
