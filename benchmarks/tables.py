@@ -14,7 +14,7 @@ from rich.table import Table
 
 from draftsmith.common.files import write_json
 from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.evaluation.report import plain_texts, write_figure
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
 
@@ -82,11 +82,12 @@ def picture(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
-    for each in axes[0]:
-        each.grid(alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    yield list(axes[0])
-    if legend_beside:
-        axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
-    write_figure(figure, path)
+    with plain_texts():
+        figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
+        for each in axes[0]:
+            each.grid(alpha=0.3)
+            each.spines[["top", "right"]].set_visible(False)
+        yield list(axes[0])
+        if legend_beside:
+            axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+        write_figure(figure, path)

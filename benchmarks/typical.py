@@ -156,8 +156,8 @@ def name_of(typical: Sampling) -> str:
 
 
 def plot(facts: dict[str, Any], path: Path) -> None:
-    """Plot τ against nats per token, one point for each method."""
-    at = {row["name"]: (row["nats_per_token"], row["mean_accepted_length"]) for row in facts["methods"]}
+    """Plot τ, 1 of answers of one token, against nats per token, one point for each method."""
+    at = {row["name"]: (row["nats_per_token"], row["mean_accepted_length"] or 1) for row in facts["methods"]}
     typical = {row["name"].removeprefix("typical ε = "): at[row["name"]] for row in facts["methods"] if row["lossy"]}
     with picture(path, 7, 4.5) as (axes,):
         label = "typical acceptance (lossy), by ε"

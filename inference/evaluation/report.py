@@ -2,8 +2,10 @@
 
 import itertools
 import statistics
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -336,13 +338,14 @@ def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> li
 
 
 def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Write report.json and report.png of each drafter."""
-    for number, report in enumerate(reports):
-        for place in _folders(reports, number, folder):
-            place.mkdir(parents=True, exist_ok=True)
-            write_json(place / "report.json", report)
-            plot(report, place / "report.png")
-            console.print(f"wrote {place / 'report.json'} and report.png", markup=False, soft_wrap=True)
+    """Write report.json and report.png of each drafter, all figures before the first picture."""
+    places = [(report, each) for n, report in enumerate(reports) for each in _folders(reports, n, folder)]
+    for report, place in places:
+        place.mkdir(parents=True, exist_ok=True)
+        write_json(place / "report.json", report)
+    for report, place in places:
+        plot(report, place / "report.png")
+        console.print(f"wrote {place / 'report.json'} and report.png", markup=False, soft_wrap=True)
 
 
 def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder: Path, console: Console) -> None:
@@ -354,6 +357,18 @@ def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder:
             console.print(f"wrote {place / 'report.html'}", markup=False, soft_wrap=True)
 
 
+@contextmanager
+def plain_texts() -> Iterator[None]:
+    """Inside, matplotlib draws texts as they stand, not as formulas ($x$), and characters that its font has not as
+    boxes, without a warning."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph |Matplotlib currently does not support", UserWarning)
+        yield
+
+
+@plain_texts()
 def plot(report: dict[str, Any], path: Path) -> None:
     """Plot tokens/s beside the baselines, the accepted lengths, and the acceptance by position; where there are several
     kinds of text, also τ, speed-ups and acceptance of each kind."""

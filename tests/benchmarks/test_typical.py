@@ -61,6 +61,26 @@ def test_a_threshold_apart_from_the_other(run_main, drafter, tmp_path, monkeypat
         assert below <= row["mean_accepted_length"] <= above
 
 
+def test_answers_of_one_token(run_main, drafter, tmp_path, monkeypatch, write_prompts):
+    """They have no τ: the picture shows 1, as the table."""
+    monkeypatch.setattr(typical, "available_cores", lambda: 1)
+    words = [
+        drafter,
+        "--prompts",
+        write_prompts(["import os"]),
+        "--out",
+        tmp_path,
+        "--epsilons",
+        0.1,
+        "--batch-size",
+        1,
+    ]
+    code, _, err = run_main(typical.main, *words, "--max-new-tokens", 1)
+    assert code == 0 and (tmp_path / "typical.png").exists(), err
+    rows = json.loads((tmp_path / "typical.json").read_text())["methods"]
+    assert [row["mean_accepted_length"] for row in rows] == [None] * 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

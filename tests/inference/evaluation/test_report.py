@@ -204,6 +204,23 @@ def test_table_and_plot_by_kind_of_text(tmp_path):
     assert sizes[1] == width.to_bytes(4, "big") + (height // 2).to_bytes(4, "big"), "a second row of axes"
 
 
+def test_any_text_can_be_drawn(tmp_path, recwarn):
+    """Names that would be formulas, or that the font has not; none of the figures waits for a picture."""
+    names = [r"cat $\foo$", "中文", "عربي"]
+    kinds = {name: report_of("", "", [Generation([1, 2, 3, 4], [2, 1])]) | {"speedup": 1.25} for name in names}
+    each = report_of(r"runs/$\no$", r"a/$_{$", [Generation([1], [], "length")]) | {"kinds": kinds}
+    report.write_reports([each, each | {"drafter": "ngram"}], tmp_path, recorded(80))
+    assert len([*tmp_path.rglob("report.png")]) == 3 and not recwarn.list
+
+    def fails(*given):
+        raise ValueError("cannot be drawn")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="drawn"):
+        patch.setattr(report, "plot", fails)
+        report.write_reports([each, each | {"drafter": "ngram"}], tmp_path / "again", recorded(80))
+    assert len([*(tmp_path / "again").rglob("report.json")]) == 3
+
+
 def test_rows_have_the_name_that_was_typed():
     names = {"ngram": "ngram", "models/smollm2-medusa+ngram": "models/smollm2-medusa\n+ngram"}
     names |= {"runs/a+runs/b": "runs/a+runs/b", "x" * 30 + "+ngram": "…" + "x" * 20 + "\n+ngram"}
