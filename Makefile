@@ -36,7 +36,7 @@ help:
 	@echo 'make bench      measure training and decoding on this machine'
 	@echo 'make bench-medusa  four ways to train Medusa heads, compared'
 	@echo 'make serve-check  export drafters and decode with each in a server on this CPU, beside our engine (SERVERS="vllm llamacpp openvino")'
-	@echo 'make gpu        what benchmarks/AWAITING.md lists, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=1'
+	@echo 'make gpu        what benchmarks/AWAITING.md lists, in 25 minutes at most (MINUTES=…), or a part of it in 9: BUNDLE=steps'
 	@echo 'make gpu-rehearsal  the same at toy size on a CPU'
 
 install: .venv/installed
@@ -160,7 +160,7 @@ bench-medusa: install
 
 # No `make install` needed: any Python with torch and transformers will do, make gpu PY=python3. Parts that have a
 # result are not run again; python benchmarks/gpu/run.py --help tells more. BUNDLE: parts for nine minutes of a bare machine, by
-# number. OUT: a folder for the table and the archive of all results, where only that folder comes back.
+# name or number. OUT: a folder for the table and the archive of all results, where only that folder comes back.
 MINUTES ?= 25
 GPU := $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/gpu/run.py
 

@@ -348,7 +348,7 @@ CLAIMS = (
         "eagle-speed",
         f"{EAGLE2}, abstract",
         "3.05–4.26 × plain decoding",
-        commands=("make gpu BUNDLE=5", "make gpu BUNDLE=15"),
+        commands=("make gpu BUNDLE=eagle", "make gpu BUNDLE=smollm2"),
     ),
     Claim(
         "specinfer-offloaded",
@@ -365,12 +365,12 @@ CLAIMS = (
         "dynaspec-speed",
         f"{DYNASPEC}, abstract",
         "2.23 × plain decoding, fixed shortlists 1.91 × (rare tokens)",
-        commands=("make gpu BUNDLE=9", "accelerate launch train/dynaspec.py recipes/llama3-8b-dynaspec.yaml"),
+        commands=("make gpu BUNDLE=dynaspec", "accelerate launch train/dynaspec.py recipes/llama3-8b-dynaspec.yaml"),
     ),
     Claim(
         "magicdec-speed",
         f"{MAGICDEC}, abstract",
         "up to 2.51 × for Llama-3.1-8B, 32 to 256 rows",
-        commands=("make gpu BUNDLE=14",),
+        commands=("make gpu BUNDLE=magicdec",),
     ),
 )

@@ -1,6 +1,6 @@
 """Run every check and benchmark of benchmarks/AWAITING.md, within a time budget, and write what was measured.
 
-    python benchmarks/gpu/run.py --bundle 1         # nine minutes of a bare machine at most; also: make gpu BUNDLE=1
+    python benchmarks/gpu/run.py --bundle steps   # nine minutes of a bare machine at most; also: make gpu BUNDLE=steps
     python benchmarks/gpu/run.py                             # all bundles in turn, 25 minutes at most; also: make gpu
     python benchmarks/gpu/run.py --list             # bundles and parts: goal, time limit, commands
     python benchmarks/gpu/run.py --packages pip-list.txt     # which parts can run where `pip list` printed this
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     names = [part.name for part in PARTS]
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
-    what.add_argument("--bundle", metavar="N", help=f"number or name of: {', '.join(BUNDLES)}")
+    what.add_argument("--bundle", metavar="NAME", help=f"name or number of: {', '.join(BUNDLES)}")
     parser.add_argument("--minutes", type=float, default=25, help="budget (default 25; a bundle takes at most 9)")
     parser.add_argument("--again", action="store_true", help="run parts that have a result too")
     at_once = (

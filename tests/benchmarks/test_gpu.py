@@ -363,6 +363,24 @@ def test_bundles():
     assert [one.name for one in with_needed(["serving"])] == ["target", "eagle", "serving"]
 
 
+def test_documents_have_the_bundles_as_they_are():
+    """benchmarks/AWAITING.md's table; elsewhere bundles are named, since their numbers change."""
+    root = gpu_closure.ROOT
+    text = (root / "benchmarks/AWAITING.md").read_text()
+    rows = re.findall(r"(?m)^\| (\d+) `(\S+)` \| (.+) \| (\d+) s \|$", text)
+    expected = []
+    for number, (name, names) in enumerate(BUNDLES.items(), 1):
+        needed = with_needed(names)
+        expected.append((str(number), name, [one.name for one in needed], str(sum(one.limit for one in needed))))
+    assert [(*row[:2], re.findall(r"`(\S+)`", row[2]), row[3]) for row in rows] == expected
+    assert f"all limits together are {sum(one.limit for one in PARTS) / 60:.0f} minutes" in text
+    pages = [path for folder in (".", "benchmarks", "docs") for path in (root / folder).glob("*.md")]
+    named = {}
+    for path in (*pages, root / "benchmarks/published.py", root / "Makefile"):
+        named |= dict.fromkeys(re.findall(r"BUNDLE=([\w-]+)", path.read_text()), path)
+    assert len(named) >= 5 and {*named} <= {*BUNDLES}, named
+
+
 def test_a_bundle_by_number_or_name(run_main, tmp_path):
     assert gpu.choose_bundle("1") == gpu.choose_bundle("steps")
     code, _, err = run_main(gpu.main, "--bundle", "99", "--work", tmp_path)
