@@ -224,11 +224,13 @@ class Step:
         return first
 
     def reset(self) -> None:
-        """Empty all rows."""
+        """Empty all rows; texts that an error cut short end here."""
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
         self.verifier.settings.clear_usage()
+        for row in range(self.rows):
+            self.drafter.end(row)
 
     def end(self, row: int) -> None:
         """End the text in this row, see :meth:`Drafter.end`."""

@@ -124,7 +124,8 @@ def check_exact(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
 
 def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> Counter[int]:
     """Greedy decoding equals plain decoding: each request alone, all in one static row, and in a batch of 3 rows that
-    are refilled, eager and static; with limits, stop ids inside a path, and the end of the context.
+    are refilled, eager and static; with limits, stop ids inside a path, and the end of the context. Also after a call
+    that a callback's error ended, with a row that stays empty.
 
     Returns:
         Number of steps by committed tokens, of the requests alone.
@@ -160,7 +161,24 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
             where = f"{rows} rows, {kind}, order {order}"
             same_steps = own and kind != "static, of several sizes"
             _compare(where, results, [alone[number] for number in order], steps=same_steps)
+        if rows > 1:
+            _cut_short(decoder, requests[::-1], rows, after=16)
+            results = decoder.serve(requests[: rows - 1], rows, max_length=CONTEXT)
+            where = f"{rows} rows, {kind}, after a call that was cut short"
+            _compare(where, results, alone[: rows - 1], steps=same_steps)
     return lengths
+
+
+def _cut_short(decoder: SpeculativeDecoder, requests: Sequence[Request], rows: int, after: int) -> None:
+    """A call that an error ends in the callback after so many steps of texts."""
+    steps = itertools.count()
+
+    def fail(number: int, result: Generation) -> None:
+        if next(steps) == after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        decoder.serve(requests, rows, max_length=CONTEXT, on_step=fail)
 
 
 def _greedy_requests(target: Target) -> tuple[list[Request], list[list[int]]]:
