@@ -416,16 +416,16 @@ class _Queue:
     def take(self, committed: list[list[int]], texts: list[_Text | None], nodes: int) -> None:
         """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
         texts that the rows had when it was launched; they may have ended since."""
-        depth = self.decoder.drafter.max_depth
+        depth, sources = self.decoder.drafter.max_depth, self.step.num_sources
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
             if text is not None and not text.result.finish_reason:
                 count = values[0]
                 if count < 0:
                     raise self._not_finite(text)
-                drafted_by = values[depth + 2 :][: count - 1] if self.step.num_sources else [1] * (count - 1)
+                drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
                 kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
-                if self.step.num_sources:
-                    self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :])
+                if sources:
+                    self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
                 else:
                     text.result.drafted += nodes - 1
 

@@ -161,12 +161,24 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
             where = f"{rows} rows, {kind}, order {order}"
             same_steps = own and kind != "static, of several sizes"
             _compare(where, results, [alone[number] for number in order], steps=same_steps)
+            _check_counts(where, results, len(drafter.sources))
         if rows > 1:
             _cut_short(decoder, requests[::-1], rows, after=16)
             results = decoder.serve(requests[: rows - 1], rows, max_length=CONTEXT)
             where = f"{rows} rows, {kind}, after a call that was cut short"
             _compare(where, results, alone[: rows - 1], steps=same_steps)
     return lengths
+
+
+def _check_counts(where: str, results: Sequence[Generation], sources: int) -> None:
+    """A text's counts by source are one for each, and those of its tokens."""
+    for result in results:
+        found = f"{where}: {result}"
+        counted = sources if sources and result.accepted else 0
+        assert len(result.proposed) == len(result.accepted_from) == counted, found
+        tokens = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(counted)]
+        assert result.accepted_from == tokens, found
+        assert max(result.proposed, default=0) <= result.drafted <= sum(result.proposed) or not counted, found
 
 
 def _cut_short(decoder: SpeculativeDecoder, requests: Sequence[Request], rows: int, after: int) -> None:
