@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draftsmith.models.precision import choose_dtype
 from draftsmith.models.stored import check_safetensors, resolve_folder, stored_dtype
-from draftsmith.models.target import cache_argument, check_shapes
+from draftsmith.models.target import cache_argument, check_shapes, context_of
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}  # of a parameter
 
@@ -23,10 +23,11 @@ def kv_bytes(shapes: Sequence[tuple[int, int]], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model's weights, and by layer those of a token's keys and values."""
+    """Bytes of a model's weights, and by layer those of a token's keys and values; its ``Target.context``."""
 
     weights: int
     layers: list[int]
+    context: int
 
     @property
     def token(self) -> int:
@@ -61,4 +62,4 @@ def sizes_of(
     linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     narrow = sum(linear) if quantized else 0  # the LM head and all else stay wide
     weights = narrow * BYTES.get(quantize, 0.0) + (count - narrow) * BYTES[chosen]
-    return Sizes(int(weights), kv_bytes(shapes, int(BYTES[chosen])))
+    return Sizes(int(weights), kv_bytes(shapes, int(BYTES[chosen])), context_of(config.get_text_config()))

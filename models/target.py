@@ -53,6 +53,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSUPPORTED = "this family is not supported yet"
 
 
+def context_of(config: Any) -> int:
+    """The number of positions a model is made for, by its text config. Where rotary frequencies change with the length
+    of the input (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would
+    change the text."""
+    positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one per kind of layer
+    for kind in kinds:
+        if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic"):
+            original = kind.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            positions = min(positions, int(original or positions))
+    return positions
+
+
 @dataclass
 class Target:
     """A loaded causal LM with its tokenizer, its name and its fingerprint.
@@ -97,18 +112,7 @@ class Target:
 
     @cached_property
     def context(self) -> int:
-        """The number of positions the model is made for. Where rotary frequencies change with the length of the input
-        (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would change the
-        text."""
-        positions = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
-        rope = getattr(self.config, "rope_parameters", None) or getattr(self.config, "rope_scaling", None) or {}
-        kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one per kind of layer
-        for kind in kinds:
-            if kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic"):
-                original = kind.get("original_max_position_embeddings")
-                original = original or getattr(self.config, "original_max_position_embeddings", None)
-                positions = min(positions, int(original or positions))
-        return positions
+        return context_of(self.config)
 
     @property
     def device(self) -> torch.device:

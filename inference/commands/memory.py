@@ -40,7 +40,7 @@ def check_memory(
 
     Args:
         drafters: names as decode.py takes them; the largest counts.
-        length: returns the tokens of the longest text, with its answer.
+        length: returns the tokens of the longest text, with its answer; those beyond the target's context do not count.
         options: of ``load_target``; a target on several devices is not planned.
 
     Raises:
@@ -52,7 +52,7 @@ def check_memory(
     sizes = sizes_of(target, quantize=options["quantize"], **own)
     if sizes is None:
         return
-    tokens = length() + _ROOM
+    tokens = min(length(), sizes.context) + _ROOM
     drafted = [_of_parts(name, sizes, tokens, own) for name in drafters] or [(0, 0)]
     weights = sizes.weights + sum(each for each, _ in drafted)
     row = tokens * sizes.token + max(each for _, each in drafted)

@@ -22,7 +22,7 @@ def test_sizes_are_the_loaded_models(make_target, family, tmp_path):
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         sizes = sizes_of(str(tmp_path), dtype)
         assert sizes is not None and sizes.weights == size * count
-        assert sizes.layers == kv_bytes(target.kv_shapes, size)
+        assert sizes.layers == kv_bytes(target.kv_shapes, size) and sizes.context == target.context
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
@@ -63,6 +63,10 @@ def test_decoding(run_decode, tiny_lm, four_prompts, free, monkeypatch):
         assert code == 0 and f"memory for at most 3 texts of {tokens:,} tokens at a time" in err, err
     code, _, err = run_decode(f"none {common}")
     assert code == 0 and "memory" not in err
+    whole = target.context + memory._ROOM  # an answer ends at the target's context
+    free(weights + 2.5 * whole * token)
+    code, _, err = run_decode(f"none --live {common} --max-new-tokens 1000000 --batch-size 4")
+    assert code == 0 and f"at most 2 texts of {whole:,} tokens" in err, err
 
     monkeypatch.setattr(load, "load_target", lambda *args, **options: pytest.fail("it was loaded"))
     for name, (held, row) in drafters.items():
