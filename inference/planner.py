@@ -29,6 +29,8 @@ from draftsmith.inference.drafters.names import SELECTORS
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.models.stored import known_folder
 
+TRIED = "streamingllm", "snapkv"  # selectors, if none are named
+
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="(%(default)s)")
     parser.add_argument("--entries", type=int, nargs="+", default=[64, 128, 256], metavar="K", help="(%(default)s)")
     parser.add_argument(
-        "--selectors", nargs="+", choices=SELECTORS, default=["streamingllm", "snapkv"], help="(%(default)s)"
+        "--selectors", nargs="+", choices=SELECTORS, help=f"({' '.join(TRIED)}, where the target allows it)"
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="texts; those with S tokens or more are cut")
     parser.add_argument("--texts", type=int, default=4, help="of each length, for acceptance (%(default)s)")
@@ -262,6 +264,18 @@ def plan(
     return cells
 
 
+def _possible(target: Target) -> list[str]:
+    """The selectors of TRIED that a target allows; of another one a line on stderr says why not."""
+    found = []
+    for name in TRIED:
+        try:
+            drafter_of(target, Setting(name, 64, 1))
+            found.append(name)
+        except ValueError as error:
+            console.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
+    return found
+
+
 def planned_drafter(
     plan: str, target: Target, prompts: Sequence[list[int]], batch: int, new_tokens: int, lean: bool | None = None
 ) -> str:
@@ -275,9 +289,10 @@ def planned_drafter(
     if plan == "auto":
         new_tokens = min(new_tokens, 64)
         context = min(round(cached), longest_context(target, new_tokens))
-        settings = [*itertools.product(("streamingllm", "snapkv"), (each for each in (64, 128, 256) if each < context))]
-        if not settings:
+        entries = [each for each in (64, 128, 256) if each < context]
+        if not entries:
             raise ValueError(f"--plan auto: prompts of {cached:.0f} tokens are too short to leave out any")
+        settings = [*itertools.product(_possible(target), entries)]
         cells = make_plan(target, [context], [batch], settings, prompts, 4, new_tokens, lean)["cells"]
     else:
         facts = json_object(Path(plan), "plan")
@@ -430,7 +445,7 @@ def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
     torch.set_num_threads(args.threads)
-    largest = [f"{selector}:{max(args.entries)}" for selector in args.selectors]
+    largest = [f"{selector}:{max(args.entries)}" for selector in args.selectors or TRIED]
     longest, options = max(args.contexts) + 2 * args.new_tokens, target_arguments(args)
     check_memory(args.target, largest, lambda: longest, max(args.batch_sizes), options)
     target = load_target(args.target, **options)
@@ -442,7 +457,7 @@ def main() -> None:
     if min(args.entries) >= min(args.contexts):
         raise ValueError(f"--contexts {min(args.contexts)}: no --entries are fewer")
     given = [] if args.prompts is None else encode_prompts(read_prompts(args.prompts), target)
-    settings = [*itertools.product(args.selectors, args.entries)]
+    settings = [*itertools.product(args.selectors or _possible(target), args.entries)]
     facts = make_plan(
         target, args.contexts, args.batch_sizes, settings, given, args.texts, args.new_tokens, DECODERS[args.decoder]
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from draftsmith.inference.engine.costs import ContextCosts, StepCosts, context_c
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth
 from draftsmith.inference.planner import Measured, Setting, expected_tokens, plan, predict
+from draftsmith.models.tokenizer import load_tokenizer
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
 COSTS = StepCosts({1: 0.011, 65: 0.075}, per_key=1e-6, per_key_and_node=1e-7)
@@ -191,6 +193,20 @@ def test_planned_now(report_of, tiny_lm, long_prompts):
     options = "--max-new-tokens 8 --batch-size 2 --device cpu --check-lossless"
     _, err = report_of(f"--plan auto --target {tiny_lm} --prompts {long_prompts} {options}")
     assert "plan for 2 rows of " in err
+
+
+def test_a_target_whose_sinks_cannot_be_rotated(run_main, report_of, make_target, tiny_lm, long_prompts, tmp_path):
+    """It is planned for without streamingllm, which is said, unless that was named."""
+    folder, given = tmp_path / "gpt2", f"--target {tmp_path / 'gpt2'} --prompts {long_prompts} --device cpu"
+    make_target("gpt2", vocab_size=300, n_positions=256).model.save_pretrained(folder)
+    load_tokenizer(str(tiny_lm)).save_pretrained(folder)
+    left_out = f"left out: streamingllm: model '{folder}': sinks cannot be rotated"
+    _, err = report_of(f"--plan auto {given} --max-new-tokens 8")
+    assert left_out in err and re.search("plan for 1 rows of [0-9]+ tokens: (none|snapkv)", err)
+    sizes = "--contexts 48 --batch-sizes 1 --entries 40 --texts 1 --new-tokens 8 --threads 1"
+    for selectors, code, said in (("", 0, left_out), ("--selectors streamingllm", 2, f"error: {left_out[10:]}")):
+        result = run_main(planner.main, *f"{given} {sizes} {selectors}".split(), script="inference/planner.py")
+        assert result[0] == code and said in result[2], result
 
 
 def test_bounded_drafts(report_of, run_decode, tiny_lm, long_prompts):
