@@ -457,7 +457,7 @@ def main() -> None:
     if min(args.entries) >= min(args.contexts):
         raise ValueError(f"--contexts {min(args.contexts)}: no --entries are fewer")
     given = [] if args.prompts is None else encode_prompts(read_prompts(args.prompts), target)
-    settings = [*itertools.product(args.selectors or _possible(target), args.entries)]
+    settings = [(selector, each) for selector in args.selectors or _possible(target) for each in args.entries]
     facts = make_plan(
         target, args.contexts, args.batch_sizes, settings, given, args.texts, args.new_tokens, DECODERS[args.decoder]
     )
