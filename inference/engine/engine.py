@@ -25,6 +25,7 @@ from draftsmith.inference.engine.step import (
     on_device,
     static_by_default,
 )
+from draftsmith.inference.engine.text import stop_string_end
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
 from draftsmith.kernels.backend import same_bits
@@ -457,7 +458,7 @@ class _Queue:
         before = len(result.tokens)
         result.tokens += new
         if request.stop_strings:
-            end = self._stop_string_end(result.tokens, before, request.stop_strings)
+            end = stop_string_end(self.decoder.target.tokenizer, result.tokens, before, request.stop_strings)
             if end:
                 del result.tokens[end:]
                 new = result.tokens[before:]
@@ -478,14 +479,3 @@ class _Queue:
             if self.on_end:
                 self.on_end(text.number, result)
         return len(new)
-
-    def _stop_string_end(self, tokens: list[int], before: int, strings: Sequence[str]) -> int:
-        """Number of tokens up to the end of the first stop string completed after ``before`` tokens; 0 if none is."""
-        tokenizer = self.decoder.target.tokenizer
-        assert tokenizer is not None
-        longest = max(len(string.encode()) for string in strings)  # a token is at least a byte
-        for end in range(before + 1, len(tokens) + 1):
-            tail = str(tokenizer.decode(tokens[max(0, end - longest - 8) : end]))
-            if any(string in tail for string in strings):
-                return end
-        return 0

@@ -22,6 +22,25 @@ def answer_text(target: "Target", tokens: Sequence[int]) -> str:
     return decode_text(target.tokenizer, tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens)
 
 
+def stop_string_end(tokenizer: Any, tokens: Sequence[int], before: int, strings: Sequence[str]) -> int:
+    """Number of tokens up to the end of the first stop string completed after ``before`` tokens; 0 if none is. Special
+    tokens count as text."""
+    longest = max(len(string.encode()) for string in strings)  # a token is at least a byte
+    for end in range(before + 1, len(tokens) + 1):
+        start = max(0, end - longest - 8)
+        while start and _is_byte(tokenizer, tokens[start]):
+            start -= 1  # the bytes of a run become characters together
+        tail = str(tokenizer.decode(tokens[start:end]))
+        if any(string in tail for string in strings):
+            return end
+    return 0
+
+
+def _is_byte(tokenizer: Any, token: int) -> bool:
+    """Whether it is a byte-fallback token."""
+    return bool(_BYTE.fullmatch(str(tokenizer.convert_ids_to_tokens(token))))
+
+
 class TextStream:
     """The text of a growing answer: what :meth:`add` and :meth:`end` return, joined, is :func:`decode_text` of all its
     tokens.
@@ -52,7 +71,7 @@ class TextStream:
             if name is None or (whole and not decode_text(self._tokenizer, [token])):
                 self._kinds[token] = "none"
             else:
-                self._kinds[token] = "byte" if _BYTE.fullmatch(str(name)) else "text"
+                self._kinds[token] = "byte" if _is_byte(self._tokenizer, token) else "text"
         return self._kinds[token]
 
     def add(self, tokens: Sequence[int]) -> str:

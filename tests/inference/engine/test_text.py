@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.inference.engine.text import TextStream, decode_text, visible
+from draftsmith.inference.engine.text import TextStream, decode_text, stop_string_end, visible
 
 PIECES = ["▁", "▁▁", "▁hello", "a", "b", "é", "日", "▁world", "x", "\ufffd", "\x1b[", "\t", "\n", "\r"]
 
@@ -52,6 +52,29 @@ def test_streamed_text_is_the_text(tokenizer):
         assert "".join(pieces) + stream.end() == text
         invalid += "\ufffd" in text
     assert invalid > 300
+
+
+def test_stop_strings_end_where_they_are_complete(tokenizer):
+    """Wherever the text is cut: characters of several tokens, runs of byte tokens, and invalid bytes."""
+    rng = random.Random(2)
+    pieces, found = [[n] for n in range(3, len(tokenizer))], []
+    pieces += 10 * [tokenizer.encode(character, add_special_tokens=False) for character in "가나다라한üñ🙂ab"]
+    for _ in range(1000):
+        tokens = sum((rng.choice(pieces[-100:] if rng.random() < 0.9 else pieces) for _ in range(30)), [])
+        text = tokenizer.decode(tokens)
+        start = rng.randrange(len(text))
+        stop = text[start : start + rng.choice([1, 2, 5])]
+        if "\ufffd" in stop:
+            continue
+        right = next(end for end in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:end]))
+        end = before = 0
+        while not end:
+            count = rng.randrange(1, 5)
+            end = stop_string_end(tokenizer, tokens[: before + count], before, ["nowhere in this text", stop])
+            before += count
+        found.append(right)
+        assert end == right, (text, stop)
+    assert len(found) > 500 and max(found) > 50
 
 
 def test_text_comes_as_it_is_settled(tiny_lm):
