@@ -333,9 +333,7 @@ def main() -> None:
     )
     reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
     shown = max(args.show, 1) if args.prompt is not None else args.show
-    reporting.print_texts(
-        target.tokenizer, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources
-    )
+    reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources)
     reporting.print_table(reports, console)
     for file, name, results in zip(answer_files(args), args.drafters, outputs, strict=bool(args.answers)):
         write_answers(file, target, name, given, results)

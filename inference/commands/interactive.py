@@ -14,7 +14,7 @@ from draftsmith.data.formats import Message
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.commands.terminal import console, end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.engine.text import TextStream, answer_text, visible
+from draftsmith.inference.engine.text import TextStream, answer_text, answer_tokens, visible
 
 Options = Callable[[list[int]], dict[str, Any]]  # prompt → the arguments of SpeculativeDecoder.generate beside it
 WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
@@ -50,8 +50,9 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
 def stream(
     decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
 ) -> tuple[Generation, float]:
-    """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes and a line of
-    statistics to stderr. ``stopped`` is asked after each step; the answer ends there once it returns True.
+    """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes, without its stop
+    token's, and a line of statistics to stderr. ``stopped`` is asked after each step; the answer ends there once it
+    returns True.
 
     Returns:
         The result, and the seconds it took.
@@ -68,7 +69,8 @@ def stream(
     def show(_: int, so_far: Generation) -> None:
         nonlocal result, shown
         result = so_far
-        for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=True):
+        tokens = answer_tokens(decoder.target, result.tokens)
+        for token, drafted_by in zip(tokens[shown:], result.drafted_by[shown:], strict=False):
             write(text.add([token]), drafted_by)
         shown = len(result.tokens)
         if stopped and stopped():
@@ -173,12 +175,12 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
             except KeyboardInterrupt:
                 console.print()
                 return
-            if line is None or line == "/exit":
+            if line is None or (asked := line.rstrip()) == "/exit":
                 return
-            if line == "/help":
+            if asked == "/help":
                 console.print(_HELP if is_chat else _HELP_RAW, markup=False)
                 continue
-            if line == "/reset" and is_chat:
+            if asked == "/reset" and is_chat:
                 chat = []
                 console.print("a new conversation begins", markup=False)
                 continue

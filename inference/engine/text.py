@@ -17,9 +17,14 @@ def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def answer_tokens(target: "Target", tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of an answer without the stop token that ends it, if one does."""
+    return tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens
+
+
 def answer_text(target: "Target", tokens: Sequence[int]) -> str:
     """The text of a whole answer without the stop token that ends it, be that one special or not."""
-    return decode_text(target.tokenizer, tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens)
+    return decode_text(target.tokenizer, answer_tokens(target, tokens))
 
 
 def stop_string_end(tokenizer: Any, tokens: Sequence[int], before: int, strings: Sequence[str]) -> int:

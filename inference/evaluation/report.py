@@ -18,7 +18,8 @@ from draftsmith.common.files import replacing, write_json
 from draftsmith.inference.commands.terminal import end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation
-from draftsmith.inference.engine.text import TextStream, decode_text, visible
+from draftsmith.inference.engine.text import TextStream, answer_tokens, decode_text, visible
+from draftsmith.models.target import Target
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
 SPEEDUPS = {"engine": "speedup", "transformers": "speedup_vs_transformers", "prompt_lookup": "speedup_vs_prompt_lookup"}
@@ -296,23 +297,24 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             console.print(f"  {_coverage_line(**report['ssm'])}", markup=False, soft_wrap=True)
 
 
-def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, int]]:
+def pieces(tokenizer: Any, tokens: Sequence[int], drafted_by: Sequence[int]) -> list[tuple[str, int]]:
     """The text of an answer in pieces, each with the ``drafted_by`` of its last token. Joined they are
     :func:`draftsmith.inference.engine.text.decode_text` of its tokens."""
     stream = TextStream(tokenizer)
-    texts = [(stream.add([token]), bits) for token, bits in zip(result.tokens, result.drafted_by, strict=True)]
+    texts = [(stream.add([token]), bits) for token, bits in zip(tokens, drafted_by, strict=True)]
     return [(text, bits) for text, bits in [*texts, (stream.end(), 0)] if text]
 
 
 def print_texts(
-    tokenizer: Any,
+    target: Target,
     prompts: Sequence[list[int]],
     results: Sequence[Generation],
     console: Console,
     drafter: str,
     sources: Sequence[str] = (),
 ) -> None:
-    """Write answers to stdout, a line feed between two; headings and the ends of the prompts to ``console``.
+    """Write answers to stdout, without their stop tokens' text, a line feed between two; headings and the ends of the
+    prompts to ``console``.
 
     Args:
         drafter, sources: as :func:`draftsmith.inference.commands.terminal.legend` takes them.
@@ -323,8 +325,9 @@ def print_texts(
         console.print(
             f"prompt {number}" + (f": {legend(drafter, sources)}" if shows_colours() else ""), highlight=False
         )
-        console.print(visible(decode_text(tokenizer, prompt[-48:])), style="dim", markup=False)
-        texts = pieces(tokenizer, result)
+        console.print(visible(decode_text(target.tokenizer, prompt[-48:])), style="dim", markup=False)
+        tokens = answer_tokens(target, result.tokens)
+        texts = pieces(target.tokenizer, tokens, result.drafted_by[: len(tokens)])
         for text, drafted_by in texts:
             write_text(text, drafted=drafted_by)
         end_text(texts[-1][0] if texts else "")

@@ -246,6 +246,19 @@ def test_one_prompt(run_decode, drafter, target, tmp_path, raw, measured):
         assert "identical to plain greedy decoding" in err
 
 
+@pytest.mark.parametrize("options", ["", "--baseline none --check-lossless"])
+def test_a_stop_tokens_text_is_not_written(run_decode, target, tiny_lm, tmp_path, options):
+    """Be it special or not."""
+    (full,) = SpeculativeDecoder(target).generate([Prompt("def f(").encode(target)], 9)
+    place = next(place for place in range(3, 9) if full.tokens[place] not in full.tokens[:place])
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    config = json.loads((folder / "generation_config.json").read_text())
+    config["eos_token_id"] = [config["eos_token_id"], full.tokens[place]]
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    code, out, err = run_decode(f"ngram --target {folder} --prompt 'def f(' --raw --max-new-tokens 9 {options}")
+    assert (code, out) == (0, decode_text(target.tokenizer, full.tokens[:place])), err
+
+
 def test_a_target_without_a_template_continues_text(run_decode, target, plain_target):
     code, out, _ = run_decode(f"none --target {plain_target} --prompt 'def f(' --max-new-tokens 9")
     (result,) = SpeculativeDecoder(target).generate([Prompt("def f(").encode(target)], 9)
@@ -309,8 +322,9 @@ def converse(target, lines, limit):
 
 
 def test_a_conversation_keeps_its_history(talk, drafter, target):
-    """An empty line is no message; behind /reset nothing is left of what was said; behind /exit nothing is read."""
-    given = "a = é\r\n\nb = 2\n/help\n/foo bar\n/reset\nb = 2\n/exit\nnever sent".encode()
+    """An empty line is no message; behind /reset nothing is left of what was said; behind /exit nothing is read. Spaces
+    after a command are no part of it."""
+    given = "a = é\r\n\nb = 2\n/help \n/foo bar\n/reset \nb = 2\n/exit\t\nnever sent".encode()
     code, out, err = talk(given, f"{drafter} --max-new-tokens 5")
     first, second = converse(target, ["a = é", "b = 2"], 5)
     (alone,) = converse(target, ["b = 2"], 5)

@@ -60,7 +60,8 @@ def test_stop_strings_end_where_they_are_complete(tokenizer):
     pieces, found = [[n] for n in range(3, len(tokenizer))], []
     pieces += 10 * [tokenizer.encode(character, add_special_tokens=False) for character in "가나다라한üñ🙂ab"]
     for _ in range(1000):
-        tokens = sum((rng.choice(pieces[-100:] if rng.random() < 0.9 else pieces) for _ in range(30)), [])
+        chosen = (rng.choice(pieces[-100:] if rng.random() < 0.9 else pieces) for _ in range(30))
+        tokens = [token for piece in chosen for token in piece]
         text = tokenizer.decode(tokens)
         start = rng.randrange(len(text))
         stop = text[start : start + rng.choice([1, 2, 5])]

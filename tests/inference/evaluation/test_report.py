@@ -139,7 +139,7 @@ def test_the_pieces_are_the_text(tiny_lm, cut):
     tokens = tokens[: len(tokens) - cut]
     assert any(tokenizer.decode(tokens[:n]).endswith("�") for n in range(len(tokens)))
     drafted_by = random.Random(cut).choices(range(4), k=len(tokens))
-    pieces = report.pieces(tokenizer, Generation(tokens, drafted_by=drafted_by))
+    pieces = report.pieces(tokenizer, tokens, drafted_by)
     assert "".join(text for text, _ in pieces) == decode_text(tokenizer, tokens)
     if not cut:
         assert decode_text(tokenizer, tokens) == TEXT
@@ -148,7 +148,7 @@ def test_the_pieces_are_the_text(tiny_lm, cut):
 def test_drafted_is_what_the_drafter_wrote(tiny_lm):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = [tokenizer(c)["input_ids"][0] for c in "abcdefgh"]
-    pieces = report.pieces(tokenizer, Generation(tokens, drafted_by=[0, 1, 3, 0, 0, 2, 0, 0]))
+    pieces = report.pieces(tokenizer, tokens, [0, 1, 3, 0, 0, 2, 0, 0])
     assert pieces == [("a", 0), ("b", 1), ("c", 3), ("d", 0), ("e", 0), ("f", 2), ("g", 0), ("h", 0)]
 
 
