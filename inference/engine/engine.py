@@ -221,8 +221,8 @@ class SpeculativeDecoder:
             on_end: called with (number of the request, its result) when it has ended.
 
         Raises:
-            ValueError: unknown mode; a request's field of a wrong type or out of range; a prompt longer than the
-                target's context or than ``max_length``.
+            ValueError: unknown mode; an argument or a request's field of a wrong type or out of range; a prompt longer
+                than the target's context or than ``max_length``.
             FloatingPointError: the target's logits became NaN or infinite.
         """
         if mode not in MODES:
@@ -231,6 +231,8 @@ class SpeculativeDecoder:
             raise ValueError(f"batch_size {batch_size!r}: must be a whole number")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size}: must be at least 1")
+        if max_length is not None and not (_is_whole(max_length) and max_length >= 0):
+            raise ValueError(f"max_length {max_length!r}: must be a whole number of at least 0")
         batch_size = int(batch_size)
         if max_length is None:
             requests = list(requests)

@@ -97,6 +97,13 @@ def test_batch_sizes(decoder, size):
     assert str(error.value) == f"batch_size {size!r}: must be {expected}"
 
 
+@pytest.mark.parametrize("length", [20.0, True, "20", -1])
+def test_max_lengths(decoder, length):
+    with pytest.raises(ValueError) as error:
+        decoder.serve([Request([1], 3)], 1, max_length=length)
+    assert str(error.value) == f"max_length {length!r}: must be a whole number of at least 0"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
