@@ -214,11 +214,12 @@ def in_chunks(function: Callable[..., Tensor], vocab_size: int, *parts: Tensor) 
     Args:
         function: a sum over the positions of its arguments, as a scalar in fp32. It calls the LM head as a module,
             which may be adapted or sharded.
-        parts: ``[P, ...]`` each.
+        parts: ``[P, ...]`` each. With P = 0 the sum is 0, and a function of the LM head's weights all the same: a
+            process without a label has to take part in the exchange of their gradients.
     """
     size = max(1, LOGITS.get(parts[0].device.type, LOGITS["cuda"]) // vocab_size)
     total = parts[0].new_zeros((), dtype=torch.float32)
-    for begin in range(0, len(parts[0]), size):
+    for begin in range(0, max(1, len(parts[0])), size):
         chunk = [part[begin : begin + size] for part in parts]
         total = total + (
             checkpoint(function, *chunk, use_reentrant=False) if torch.is_grad_enabled() else function(*chunk)

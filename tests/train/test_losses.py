@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.train.losses import linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
 
 VOCAB, WIDTH = 11, 5
 
@@ -81,6 +81,19 @@ def test_no_label_at_all_is_a_loss_of_zero(chunk):
     empty, _ = linear_cross_entropy(hidden[:0], head.weight, torch.full((0,), -100), head.bias, chunk)
     empty.backward()
     assert float(empty.detach()) == 0
+
+
+def test_a_sum_over_no_positions_has_gradients_of_zero():
+    """For the LM head too: with DDP each process has to give one for each weight, also one whose rows have no label."""
+    hidden, head = torch.randn(6, WIDTH, requires_grad=True), nn.Linear(WIDTH, VOCAB)
+
+    def chunk(x, y):
+        return F.cross_entropy(head(x), y, reduction="sum")
+
+    total = in_chunks(chunk, VOCAB, hidden[:0], torch.zeros(0, dtype=torch.int64))
+    total.backward()
+    assert float(total.detach()) == 0 and torch.equal(hidden.grad, torch.zeros(6, WIDTH))
+    assert torch.equal(head.weight.grad, torch.zeros(VOCAB, WIDTH)) and not head.bias.grad.any()
 
 
 def test_half_precision_is_summed_in_float32():

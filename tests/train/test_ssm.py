@@ -13,7 +13,7 @@ import pytest
 import torch
 from draws import occurs
 from safetensors.torch import load_file
-from training_runs import write_recipe
+from training_runs import metrics, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.packing import Sample, Tokenized
@@ -274,6 +274,18 @@ def test_another_model_as_the_base(whole, train):
     begun, now = (load_file(each / "ssm-0/model.safetensors") for each in (whole, folder))
     assert not torch.equal(begun["model.embed_tokens.weight"], now["model.embed_tokens.weight"])
     assert not (folder / "model.safetensors").exists()
+
+
+def test_micro_batches_without_a_label(train, tmp_path):
+    """Of four samples one has its label beyond the row's end; each is a micro-batch of its own."""
+    samples = [{"prompt": "def f(a):\n", "completion": "    return a + a * a\n" * 3}] * 3
+    for name, more in (("held-out", []), ("train", [{"prompt": "import os\n" * 60, "completion": "x = 1\n"}])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*samples, *more]))
+    data = f"train: [{{source: {tmp_path}/train.jsonl}}], validation: [{{source: {tmp_path}/held-out.jsonl}}]"
+    stage = "{name: s, steps: 2, optim: {lr: 0.01}, batch: {sequences: 4, accumulate: 4}}"
+    options = [f"data={{{data}, max_length: 64, max_unsupervised: 0.5}}", f"stages=[{stage}]", "drafter.loss=kl"]
+    folder = train("unlabelled", *options, "drafter.draft_vocab_size=null", "boost.ensemble=seeds")
+    assert metrics(folder, "kl")[2] > 0
 
 
 @pytest.mark.parametrize(
