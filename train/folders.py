@@ -6,6 +6,7 @@
 import contextlib
 import glob
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -16,9 +17,12 @@ from typing import Any
 
 import yaml
 from filelock import Timeout
+from pydantic_core import to_jsonable_python
 
 from draftsmith.common.command import first_line
+from draftsmith.common.content import short
 from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
+from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.models.artifact import part_folders
@@ -218,24 +222,28 @@ def check_unchanged(recipe: Recipe) -> None:
         began = yaml.safe_load(read_text(file, "recipe")) if file.exists() else None
     except yaml.YAMLError as error:
         raise ValueError(f"{file}: damaged ({first_line(error)}); --restart begins anew") from None
-    before, now = ({} if began is None else _fields(began)), _fields(recipe.model_dump(mode="json"))
-    for name in sorted(before.keys() & now.keys()):
-        if name.startswith(("drafter.", "data.")) and before[name] != now[name]:
-            was, is_now = (yaml.safe_dump(each[name]).split("\n")[0] for each in (before, now))
+    for name in ("data", "drafter"):
+        if not isinstance(began, dict) or name not in began or not hasattr(recipe, name):
+            continue
+        for field, *values in _changed(began[name], getattr(recipe, name), name):
+            lines = (yaml.safe_dump(value, default_flow_style=True, width=math.inf) for value in values)
+            was, is_now = (short(line.split("\n")[0], 200) for line in lines)
             raise ValueError(
-                f"{recipe.run.folder}: it began with {name}={was}, not {is_now}; set it back, or --restart"
+                f"{recipe.run.folder}: it began with {field}={was}, not {is_now}; set it back, or --restart"
             )
 
 
-def _fields(section: Any, name: str = "") -> dict[str, Any]:
-    """Values by name: ``a.b`` for field b of section a, ``a.0`` for the first of a list."""
-    named = section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else None
-    if named is None:
-        return {name: section}
-    fields = {name: len(section)} if isinstance(section, list) else {}
-    for key, value in named:
-        fields |= _fields(value, f"{name}.{key}" if name else str(key))
-    return fields
+def _changed(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Names (``a.b`` for field b of section a, ``a.0`` for the first of a list) with the values before and now, of what
+    has changed. A field that a section did not have, in an older version, has not; all else is compared as a whole."""
+    if isinstance(now, Section) and isinstance(before, dict):
+        for field in sorted(before.keys() & type(now).model_fields.keys()):
+            yield from _changed(before[field], getattr(now, field), f"{name}.{field}")
+    elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
+        for place, each in enumerate(zip(before, now, strict=True)):
+            yield from _changed(*each, f"{name}.{place}")
+    elif (dumped := to_jsonable_python(now)) != before:
+        yield name, before, dumped
 
 
 def _forget(folder: Path) -> None:

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from training_runs import Runs
 
+from draftsmith.common.recipe import write_recipe
 from draftsmith.train import checkpoint, folders, lm, medusa, run
 from draftsmith.train.folders import begin, held
 
@@ -204,6 +206,48 @@ def test_a_killed_removal_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-2"]
     assert begin(tmp_path, False, True) is False
     assert names(tmp_path) == set()
+
+
+def test_a_run_goes_on_with_the_drafter_and_the_data_that_it_began_with(tmp_path):
+    """Sections and free mappings count, set or not; not what an older version did not have, nor other sections."""
+    ask = {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}
+
+    def begin_with(data, **sections):
+        recipe = recipe_of(run={"name": "x", "output_dir": str(tmp_path)}, data=data, **sections)
+        write_recipe(recipe, recipe.run.folder / "recipe.yaml", "")
+        return recipe
+
+    def said(before, now, **sections):
+        recipe = begin_with(now, **sections)
+        begin_with(before)
+        with pytest.raises(ValueError) as error:
+            folders.check_unchanged(recipe)
+        return (
+            str(error.value)
+            .removeprefix(f"{tmp_path / 'x'}: it began with ")
+            .removesuffix("; set it back, or --restart")
+        )
+
+    (tmp_path / "x").mkdir()
+    plain, answered = data_of(), data_of(train=[{"source": "stdlib", "answers": ask}])
+    shown = "{batch_size: 64, new_tokens: 8, prompt_tokens: 8, prompts: 4}"
+    assert said(plain, answered) == f"data.train.0.answers=null, not {shown}"
+    assert said(answered, plain) == f"data.train.0.answers={shown}, not null"
+    quiet = data_of(template_arguments={"enable_thinking": False})
+    assert said(plain, quiet) == "data.template_arguments={}, not {enable_thinking: false}"
+    assert said(quiet, plain) == "data.template_arguments={enable_thinking: false}, not {}"
+    assert said(plain, data_of(train=[{"source": "stdlib"}] * 2)).startswith("data.train=[{")
+    assert said(plain, plain, drafter={"num_layers": 2}) == "drafter.num_layers=1, not 2"
+    recipe = begin_with(answered, evaluate={"every": 3})
+    folders.check_unchanged(recipe.model_copy(update={"evaluate": recipe_of().evaluate}))
+    file = tmp_path / "x/recipe.yaml"
+    older = yaml.safe_load(file.read_text())
+    del older["data"]["template_arguments"], older["data"]["train"][0]["answers"]["batch_size"]
+    del older["drafter"]["draft_vocab_size"]
+    file.write_text(yaml.safe_dump(older | {"data": older["data"] | {"no_longer": 1}}))
+    folders.check_unchanged(recipe)
+    file.write_text("")
+    folders.check_unchanged(recipe)
 
 
 # ---- the real commands
