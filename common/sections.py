@@ -255,7 +255,7 @@ class Evaluate(Section):
     every: Positive = 200
     sequences: Positive = 64
     decode: Positive | None = Field(
-        default=None, description="decode held-out prompts with the engine every so many steps: the real τ"
+        default=None, description="decode held-out prompts with the engine every so many steps of a stage: the real τ"
     )
     prompts: Positive = Field(default=8, description="how many of them")
 

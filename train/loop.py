@@ -122,6 +122,7 @@ class RunState(Generic[R]):
     fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
     best: highest value of the stage's selection metric so far.
     step: over all stages.
+    first: the step at which the stage began.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -137,6 +138,7 @@ class RunState(Generic[R]):
     page: TrainingPage | None = None
     best: float = -math.inf
     step: int = 0
+    first: int = 0
     resumed: bool = False
 
     @property
@@ -242,7 +244,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
-    run.best = -math.inf
+    run.best, run.first = -math.inf, run.step
     accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
@@ -352,7 +354,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     """
     if not run.resume or run.resumed:
         return 0
-    name, first, stages = stage.name, run.step, [each.name for each in run.recipe.stages]
+    name, stages = stage.name, [each.name for each in run.recipe.stages]
     last = checkpoint.checkpoints(run.checkpoints)[-1]
     state = checkpoint.read_state(last)
     if state.get("target", run.fingerprint) != run.fingerprint:  # older ones have none
@@ -360,14 +362,14 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
             f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
             f"{run.fingerprint[:12]}…); set target back, or --restart"
         )
-    step = state["step"] - first
+    step = state["step"] - run.first
     if state["stage"] not in stages or (state["stage"] == name and step > stage.num_steps):
         raise ValueError(
             f"{last}: it is at step {step} of stage '{state['stage']}', which the recipe (stages {', '.join(stages)}; "
             f"'{name}' has {stage.num_steps} steps) does not reach; raise steps, or --restart"
         )
     if state["stage"] != name:
-        run.step = first + stage.num_steps
+        run.step = run.first + stage.num_steps
         return None
     if state.get("stage_step", step) != step:
         raise ValueError(

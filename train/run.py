@@ -238,8 +238,8 @@ class Run(RunState[R]):
 
     def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
         """``tau``: tokens that the engine accepts per step of held-out prompts with a copy of the drafter as it is
-        now; nothing at a step at which ``evaluate.decode`` does not ask for it."""
-        wanted, step = self.recipe.evaluate, self.step
+        now; nothing at a step of the stage at which ``evaluate.decode`` does not ask for it."""
+        wanted, step = self.recipe.evaluate, self.step - self.first
         if not wanted.decode or not step or step % wanted.decode or sharded.spreads():
             return {}
         prompts = prompts_of(self.held_out)[: wanted.prompts]

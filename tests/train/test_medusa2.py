@@ -333,10 +333,13 @@ def test_epochs_are_steps_once_the_rows_are_read(whole, train):
 
 def test_a_run_killed_before_its_stage_was_saved(train):
     """The second stage begins again, with the heads that the first ended with, whatever was evaluated since."""
-    rarely = ["evaluate.every=3", "checkpoint.every=10", "export.merged=false"]
+    rarely = ["evaluate.every=3", "evaluate.decode=6", "checkpoint.every=10", "export.merged=false"]
     whole = train("rarely", *rarely)
     train.killed(after_step(15), "rarely-killed", *rarely)
     assert_same_files(train("rarely-killed", *rarely, "--resume"), whole, *FINAL[:2])
+    decoded = metrics(whole, "tau")
+    assert list(decoded) == [6, 16], "in the sixth step of each stage"
+    assert metrics(whole.parent / "rarely-killed", "tau") == decoded
     said = train.refused("rarely-killed", *rarely, "--resume", "stages.0.steps=12")
     assert "the steps of a stage before it have changed" in said
 
