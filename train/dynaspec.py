@@ -200,7 +200,7 @@ def train(run: Run[DynaspecRecipe]) -> None:
     target = run.load_target()
     drafts = load_base(run, target)
     check_sizes(run, drafts)
-    rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
+    rows = [part for part in run.read_rows(target, drafts.depth) if isinstance(part, Rows)]
     head = make_head(run, target, drafts, rows)
     run.start_weights(head, target)
     with run.evaluating(head):

@@ -226,7 +226,7 @@ def train(run: Run[EagleRecipe]) -> None:
         eagle = Eagle(shape)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
-    rows = run.read_rows(target)
+    rows = run.read_rows(target, DEPTH)
     facts = draft_vocabulary.give(run, eagle, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:

@@ -220,7 +220,7 @@ def train(run: Run[MedusaRecipe]) -> None:
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
     module: Medusa1 = Medusa1(target, heads)
-    rows = run.read_rows(target)
+    rows = run.read_rows(target, d.num_draft_heads)
     facts = draft_vocabulary.give(run, heads, target, rows)
     # Of no use to a target that trains to the labels alone.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)

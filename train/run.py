@@ -21,6 +21,7 @@ from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import template_for
+from draftsmith.inference.drafters.ranks import draft_labels
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
@@ -150,9 +151,16 @@ class Run(RunState[R]):
         if self.main:
             folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
 
-    def read_rows(self, target: Target) -> list[Batches]:
+    def read_rows(self, target: Target, depth: int = 1) -> list[Batches]:
         """The training rows of each source. ``held_out`` becomes the validation rows, which are also stored in the
-        run's folder: calibrate.py counts on them."""
+        run's folder: calibrate.py counts on them.
+
+        Args:
+            depth: of the drafts that evaluations measure on the validation rows.
+
+        Raises:
+            ValueError: no answer of these is long enough for them.
+        """
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.data.packing:
@@ -162,6 +170,12 @@ class Run(RunState[R]):
         if self.main:
             checkpoint.write_tensors(self.folder / "held_out", held_out)
         self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
+        if not bool((draft_labels(**self.held_out, depth=depth) >= 0).all(-1).any()):
+            raise ValueError(
+                f"data.validation: evaluations measure drafts of {depth} tokens, and no answer of the "
+                f"{len(self.held_out['tokens'])} rows that they use has {depth + 1} tokens in a row within "
+                f"data.max_length={recipe.data.max_length}; use longer answers"
+            )
         self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
         self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]
         return list(rows)

@@ -73,6 +73,9 @@ class SsmRecipe(DrafterRecipe):
             raise ValueError("cache_hidden: an SSM does not read the target's hidden states; set it to none")
         if self.export.merged:
             raise ValueError("export.merged: no SSM changes the target; leave it out")
+        for source in self.data.validation:
+            if source.answers is not None and source.answers.new_tokens <= DEPTH:
+                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts, {DEPTH}")
         return self
 
 
@@ -187,7 +190,7 @@ def train(run: Run[SsmRecipe]) -> None:
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     base = make_base(d, target)
     run.check_room(sum(p.numel() for p in base.parameters()))
-    rows = [part for part in run.read_rows(target) if isinstance(part, Rows)]
+    rows = [part for part in run.read_rows(target, DEPTH) if isinstance(part, Rows)]
     ids = None
     if size is not None:
         ids, facts = draft_vocabulary.choose(run, size, target.vocab_size, rows, draft_vocabulary.begun(run))

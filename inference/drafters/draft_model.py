@@ -326,4 +326,4 @@ def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, dep
             state = hidden[row, at]
             yield Rollout(rows[row, at], state, state.to(head_dtype))
 
-    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, after_head_of(model))
+    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, after_head_of(model), depth)

@@ -315,7 +315,8 @@ def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
             yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
 
     after_head = after_head_of(target) if eagle.config.projection == "shared" else None
-    return Drafts(run, embed, head, eagle.draft_vocab, eagle.config.hidden_size, eagle.config.hidden_size, after_head)
+    sizes = eagle.config.hidden_size, eagle.config.hidden_size
+    return Drafts(run, embed, head, eagle.draft_vocab, *sizes, after_head, depth)
 
 
 # ---- the family, as inference/drafters/load.py describes it

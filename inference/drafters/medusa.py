@@ -191,15 +191,17 @@ def drafts(heads: MedusaHeads, target: Target, depth: int = DEPTHS) -> Drafts:
     heads = heads.to(target.device, target.dtype)
     head, embed = heads.draft_head(target.lm_head), target.embeddings
     head_dtype, vectors = next(head.parameters()).dtype, next(embed.parameters())  # [V, e]
+    depth = min(depth, heads.config.num_draft_heads)
 
     def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
         rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1)).to(target.device)
         roots = F.pad(rows[:, 1:], (0, 1))[begins]  # [P]
         hidden = target.hidden(rows)[begins].to(heads.weight.dtype)  # [P, d]
-        for feature in heads.features(hidden, min(depth, heads.config.num_draft_heads)):
+        for feature in heads.features(hidden, depth):
             yield Rollout(roots, feature, feature.to(head_dtype))
 
-    return Drafts(run, embed, head, heads.draft_vocab, vectors.shape[1], target.hidden_size, after_head_of(target))
+    sizes = vectors.shape[1], target.hidden_size
+    return Drafts(run, embed, head, heads.draft_vocab, *sizes, after_head_of(target), depth)
 
 
 # ---- the family, as inference/drafters/load.py describes it

@@ -35,7 +35,7 @@ CANDIDATES = 24  # paths that a merge may choose from
 SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
 NODES = (2, 4, 8, 16, 32, 64)  # of the trees of ensembles whose expected τ tree.json records
-_NO_POSITION = "no calibration position: every answer is shorter than the drafts are deep"
+_NO_POSITION = "no calibration position: no answer has {} tokens, one more than the drafts are deep; use longer answers"
 
 
 def draft_labels(tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
@@ -171,7 +171,7 @@ def best_tree(ranks: Tensor, nodes: int) -> Topology:
     there is no position to count on."""
     counts, positions = path_counts(ranks)
     if not positions:
-        raise ValueError(_NO_POSITION)
+        raise ValueError(_NO_POSITION.format(ranks.shape[-1] + 1))
     # Ties go to the shorter path, so that no child comes without its parent.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     return Topology(tuple(order[: nodes - 1]))
@@ -222,7 +222,7 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
     """
     full = ranks[(ranks >= 0).flatten(2).all(-1)].transpose(0, 1)  # [n, P, K]
     if not full.shape[1]:
-        raise ValueError(_NO_POSITION)
+        raise ValueError(_NO_POSITION.format(full.shape[2] + 1))
     reached = torch.zeros(full.shape[1], dtype=torch.int64)
     trees: list[list[tuple[int, ...]]] = [[] for _ in full]
     right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right

@@ -43,6 +43,7 @@ class Drafts:
     embedding_size: int  # e
     feature_size: int  # d
     after_head: Callable[[Tensor], Tensor] | None  # the scale or cap of its logits, if there is one
+    depth: int  # K
 
     def logits(self, out: Tensor) -> Tensor:
         """``[…, d]`` → ``[…, S]`` float32."""

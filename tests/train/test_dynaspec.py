@@ -685,6 +685,10 @@ def test_sizes_are_cut_to_the_vocabulary(train):
         (["drafter.labels=top5"], "'drafter.labels': "),
         (["drafter.shortlist=fr_spec", "drafter.corpus=[{source: nowhere.jsonl}]"], "nowhere.jsonl"),
         (["data.packing=true"], "data.packing: "),
+        (
+            ["data.validation.0.answers.new_tokens=6"],
+            "data.validation: evaluations measure drafts of 6 tokens, and no ",
+        ),
         (["init_from={runs}/base"], "init_from: shortlists begin from drafter.base; leave it out"),
         (["cache_hidden=memory"], "cache_hidden: rollouts are kept in the run's folder anyway; leave it out"),
         (["precision.compile=true"], "precision.compile, precision.gradient_checkpointing and export.merged: leave "),

@@ -565,6 +565,10 @@ def test_the_report_adds_up(report):
         (["data.train.0.answers.prompt_tokens=300"], "has 300 tokens; the target's context holds 256 with the answer"),
         (["data.train.0.source=package:yaml"], "has no text in split 'validation'; use another split or"),
         (["data.train.0.source=package:no_such_thing"], "package 'no_such_thing' is not installed; pip install it"),
+        (
+            ["data.validation=[{source: SHORT}]"],
+            "data.validation: evaluations measure drafts of 3 tokens, and no answer",
+        ),
         (["evaluate.decode=15"], "decode=15 is not a multiple of every=10"),
     ],
 )
@@ -573,8 +577,11 @@ def test_bad_input_is_one_line(train, tiny_lm, tmp_path, overrides, message):
     truncated = shutil.copytree(tiny_lm, tmp_path / "truncated")
     with (truncated / "model.safetensors").open("r+b") as file:
         file.truncate(9000)
-    overrides = [o.replace("TRUNCATED", str(truncated)).replace("FILE", str(tmp_path / "file")) for o in overrides]
+    (tmp_path / "short.jsonl").write_text('{"prompt": "Shall I? ", "completion": "y"}\n' * 4)
+    for word, path in (("TRUNCATED", truncated), ("FILE", tmp_path / "file"), ("SHORT", tmp_path / "short.jsonl")):
+        overrides = [override.replace(word, str(path)) for override in overrides]
     assert message in train.refused("wrong", f"run.output_dir={tmp_path}", *overrides)
+    assert "medusa-1" not in train.out, "said before it trains"
 
 
 def test_a_missing_recipe(recipe, run_main):

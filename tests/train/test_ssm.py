@@ -297,6 +297,7 @@ def test_micro_batches_without_a_label(train, tmp_path):
         ("drafter.draft_vocab_size=999", "drafter.draft_vocab_size=999: the target has 300 tokens; set fewer, or null"),
         ("init_from=x", "SSMs begin from drafter.base or drafter.layers"),
         ("cache_hidden=disk", "an SSM does not read the target's hidden states"),
+        ("data.validation.0.answers.new_tokens=8", "answers.new_tokens must exceed the depth of simulated drafts, 8"),
     ],
 )
 def test_bad_recipes_are_one_line(train, override, message):
