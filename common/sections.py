@@ -253,7 +253,9 @@ class Evaluate(Section):
     tiny: ClassVar[dict[str, Any]] = {"every": TINY_STEPS, "sequences": 4, "decode": TINY_STEPS, "prompts": 2}
 
     every: Positive = 200
-    sequences: Positive = 64
+    sequences: Positive = Field(
+        default=64, description="held-out rows that an evaluation measures, of each validation source in turn"
+    )
     decode: Positive | None = Field(
         default=None, description="decode held-out prompts with the engine every so many steps of a stage: the real τ"
     )

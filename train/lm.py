@@ -36,6 +36,7 @@ from draftsmith.train.dry_run import Plan
 from draftsmith.train.lm_model import Lookahead, Model, Packed, check_beginning, config_of, load_weights, parameters_of
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.samples import in_turn
 from draftsmith.train.unlikelihood import Unlikelihood, continuations
 
 
@@ -177,7 +178,7 @@ def train(run: Run[LmRecipe]) -> None:
         check_beginning(recipe.init_from, m)
     tokenizer, most = make_tokenizer(run), recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
-    held_out = [ids for source in recipe.data.validation for ids in encode(source, tokenizer, most)]
+    held_out = [encode(source, tokenizer, most) for source in recipe.data.validation]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
         loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
 
@@ -191,7 +192,8 @@ def train(run: Run[LmRecipe]) -> None:
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in model.parameters())
     loop.console.print(f"{parameters / 1e6:.2f} M parameters, {run.accelerator.num_processes} process(es)")
-    validation = packing.pack(held_out, recipe.data.max_length, end)[: recipe.evaluate.sequences]
+    validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
+    validation = validation[: recipe.evaluate.sequences]
     measure = partial(evaluate, validation, run.accelerator.device)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
     rows = [[Packed(packing.pack(ids, stage.max_length, end)) for ids in corpora] for stage in recipe.stages]

@@ -178,11 +178,18 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
 
 
 def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:
-    """``tokens`` and ``supervised`` ``[S, T]`` of the validation sources, at most :data:`HELD_OUT` rows of each."""
+    """``tokens`` and ``supervised`` ``[S, T]`` of the validation sources in turn, at most :data:`HELD_OUT` rows of
+    each."""
     rows = [rows for rows in rows_of(recipe, "validation", target) if isinstance(rows, Rows)]
     longest = max(part.length for part in rows)
     parts = [part.batch(range(min(len(part), HELD_OUT)), longest) for part in rows]
-    return {key: torch.cat([part[key] for part in parts]) for key in ("tokens", "supervised")}
+    return {key: in_turn([part[key] for part in parts]) for key in ("tokens", "supervised")}
+
+
+def in_turn(parts: Sequence[Tensor]) -> Tensor:
+    """The rows ``[S, …]`` of several sources as one tensor, one of each in turn, so that its first ones are of all."""
+    numbers = torch.cat([torch.arange(len(part)) for part in parts])
+    return torch.cat(list(parts))[numbers.argsort(stable=True)]
 
 
 def prompts_of(held_out: Mapping[str, Tensor]) -> list[list[int]]:

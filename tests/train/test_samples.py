@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.train import samples
 from draftsmith.train.samples import Sampler, WithHidden, prompts_of
 
 
@@ -106,6 +107,17 @@ def test_hidden_states_stay_with_their_rows():
     batch = WithHidden(rows, hidden).batch([2, 0], 6)
     assert torch.equal(batch["hidden"][:, :4], hidden[[2, 0]]) and not batch["hidden"][:, 4:].any()
     assert torch.equal(batch["tokens"], rows.batch([2, 0], 6)["tokens"])
+
+
+def test_held_out_rows_are_of_each_source_in_turn(monkeypatch):
+    """So that the first ones, by which the best weights are chosen, are not of the first source alone."""
+    sources = [rows_of(2, 2, 2, 2), rows_of(3, begin=10), rows_of(2, 2, begin=20)]
+    monkeypatch.setattr(samples, "rows_of", lambda *_: sources)
+    held_out = samples.held_out_rows(None, None)
+    assert held_out["tokens"][:, 0].tolist() == [0, 10, 20, 2, 22, 4, 6]
+    assert held_out["supervised"].sum(1).tolist() == [2, 3, 2, 2, 2, 2, 2]
+    del sources[1:]
+    assert torch.equal(samples.held_out_rows(None, None)["tokens"], sources[0].batch(range(4))["tokens"])
 
 
 def test_prompts_precede_the_first_label():
