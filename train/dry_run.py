@@ -86,7 +86,7 @@ class Plan:
     steps: int | None
     positions: int
     projected: int = 0
-    passes: int = 1  # through what is frozen: forward, the teacher's, backward to the adapters
+    passes: int = 1  # through what is frozen: forward (not with kept hidden states), teacher, backward to adapters
     copied: int = 0
     unrolled: int = 1
     epochs: float | None = None  # in place of steps, whose number the rows will say
@@ -139,6 +139,7 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         console.print(problem)
         return
     device, processes = accelerator.device, accelerator.num_processes
+    kept = getattr(recipe, "cache_hidden", "none") != "none"  # not every recipe has it
     half = recipe.precision.autocast == "bfloat16"
     rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
     table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
@@ -149,8 +150,9 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         table.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
     console.print(table)
     console.print(
-        "Memory: weights, gradients, moments and logits; activations come on top. Time: at the "
-        f"{rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device}); no step is faster."
+        "Memory: weights, gradients, moments and logits; activations come on top. Time: as if each token of a row were "
+        f"a label, at the {rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device})."
+        + (" The pass that keeps the target's hidden states comes before." if kept else "")
         + (f" {processes} processes share the work; the memory is each one's." if processes > 1 else "")
     )
     if any(plan.steps is None for plan in stages):

@@ -206,10 +206,11 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
     costs = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
-    found = [Plan.of(recipe, stage, shape, own, **costs) for stage in recipe.stages]
+    frozen = 1 if recipe.cache_hidden == "none" else 0  # passes that kept hidden states spare
+    found = [Plan.of(recipe, stage, shape, own, passes=frozen, **costs) for stage in recipe.stages]
     if joint:
-        trained, passes = own + joint.lora.r * shape.rank, 3 if joint.loss == "kl" else 2  # the teacher's, backward
-        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, passes=passes, **costs)
+        trained, teacher = own + joint.lora.r * shape.rank, frozen if joint.loss == "kl" else 0
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, passes=2 + teacher, **costs)  # 2: and backward
     return found
 
 

@@ -15,7 +15,7 @@ from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
 from draftsmith.tools import schema
-from draftsmith.train import dry_run, lm, medusa, ssm
+from draftsmith.train import dry_run, eagle, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.tiny import tiny
 
@@ -137,6 +137,21 @@ def test_the_plan_of_a_draft_vocabulary():
         assert (plan.projected, plan.copied) == (4 * shared, shared)
         assert plan.trained == 4 * (160 * 160 + 160) + trained
         assert dataclasses.replace(plan, copied=0).memory == plan.memory - 4 * shared
+
+
+def test_the_plan_of_kept_hidden_states():
+    """The frozen target does not run in a step, nor does Medusa-2's teacher, which cross-entropy has not."""
+    for script, name, passes in (
+        (medusa, "tiny-medusa2", {"none": [1, 3], "memory": [0, 2]}),
+        (eagle, "tiny-eagle3", {"none": [1], "disk": [0]}),
+    ):
+        for kept, wanted in passes.items():
+            options = [f"cache_hidden={kept}", "target.dtype=float32"]
+            recipe = read_recipe(ROOT / f"recipes/{name}.yaml", script.SCRIPT.recipe, options)
+            assert [plan.passes for plan in script.plans(recipe)] == wanted
+    options = ["cache_hidden=memory", "target.dtype=float32", "stages.1.joint.loss=ce"]
+    recipe = read_recipe(ROOT / "recipes/tiny-medusa2.yaml", medusa.MedusaRecipe, options)
+    assert [plan.passes for plan in medusa.plans(recipe)] == [0, 2]
 
 
 @pytest.mark.parametrize("name", sorted(schema.recipe_classes()))
