@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -35,6 +36,7 @@ TemplateArguments = Annotated[
 ]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
+TINY_EVALUATE = {"every": TINY_STEPS, "sequences": 4}  # its evaluations, where they decode nothing
 
 
 def check_repository(text: str) -> str:
@@ -250,7 +252,7 @@ class Checkpoint(Section):
 
 
 class Evaluate(Section):
-    tiny: ClassVar[dict[str, Any]] = {"every": TINY_STEPS, "sequences": 4, "decode": TINY_STEPS, "prompts": 2}
+    tiny: ClassVar[dict[str, Any]] = {**TINY_EVALUATE, "decode": TINY_STEPS, "prompts": 2}
 
     every: Positive = 200
     sequences: Positive = Field(
@@ -369,6 +371,19 @@ class Recipe(Section):
     evaluate: Evaluate = Evaluate()
     track: Track = Track()
     export: Export = Export()
+
+
+def refuse_set(recipe: Recipe, names: Sequence[str], why: str) -> None:
+    """Refuse fields (``section.field``) that the recipe's script does not read.
+
+    Raises:
+        ValueError: the recipe sets one away from its default.
+    """
+    for name in names:
+        section, field = name.split(".")
+        found = getattr(recipe, section)
+        if getattr(found, field) != type(found).model_fields[field].default:
+            raise ValueError(f"{name}: {why}; leave it out")
 
 
 class TrainingRecipe(Recipe):

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Name, Positive, Share, Source
+from draftsmith.common.sections import TINY_EVALUATE, DrafterRecipe, Name, Positive, Share, Source, refuse_set
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.drafters.ranks import selection_tree, simulate
@@ -92,6 +92,8 @@ class Drafter(Section):
 
 
 class DynaspecRecipe(DrafterRecipe):
+    tiny: ClassVar[dict[str, Any]] = {"evaluate": TINY_EVALUATE}
+
     drafter: Drafter
 
     @model_validator(mode="after")
@@ -107,6 +109,7 @@ class DynaspecRecipe(DrafterRecipe):
             raise ValueError("cache_hidden: rollouts are kept in the run's folder anyway; leave it out")
         if self.precision.compile or self.precision.gradient_checkpointing or self.export.merged:
             raise ValueError("precision.compile, precision.gradient_checkpointing and export.merged: leave them out")
+        refuse_set(self, ("evaluate.decode", "evaluate.prompts"), "evaluations of shortlists decode nothing")
         if self.data.packing:
             raise ValueError("data.packing: a drafter is recorded on one sample at a time; leave it out")
         if any(source.streaming for source in [*self.data.train, *(self.drafter.corpus or [])]):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.common.files import replacing_folder
-from draftsmith.common.sections import TINY_LENGTH, Name, Stage, Tokens, TrainingRecipe
+from draftsmith.common.sections import TINY_EVALUATE, TINY_LENGTH, Name, Stage, Tokens, TrainingRecipe, refuse_set
 from draftsmith.data import packing, sources
 from draftsmith.data.bpe import END_OF_TEXT, END_OF_TURN, encode, other_tokenizer, train_tokenizer
 from draftsmith.data.rows import rows as rows_of
@@ -39,6 +39,11 @@ from draftsmith.train.run import Run, Script, run_script
 from draftsmith.train.samples import in_turn
 from draftsmith.train.unlikelihood import Unlikelihood, continuations
 
+UNREAD = (
+    *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised"),
+    *("evaluate.decode", "evaluate.prompts", "export.merged"),
+)
+
 
 class LmStage(Stage):
     tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
@@ -48,7 +53,11 @@ class LmStage(Stage):
 
 
 class LmRecipe(TrainingRecipe):
-    tiny: ClassVar[dict[str, Any]] = {"init_from": None, "tokenizer": None}  # another tokenizer has more entries
+    tiny: ClassVar[dict[str, Any]] = {  # another tokenizer has more entries
+        "init_from": None,
+        "tokenizer": None,
+        "evaluate": TINY_EVALUATE,
+    }
 
     model: Model
     init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
@@ -68,6 +77,9 @@ class LmRecipe(TrainingRecipe):
             raise ValueError("export.licence is for the model card of a drafter, which a model has not; leave it out")
         if self.export.dtype != "float32":
             raise ValueError("export.dtype is for drafters; a model's dtype is that of its training: leave it out")
+        refuse_set(self, UNREAD, "it is for drafters, and this script trains a model on all tokens of its text")
+        if any(source.answers is not None for source in [*self.data.train, *self.data.validation]):
+            raise ValueError("answers: they are for drafters, and this script trains on the text itself; leave it out")
         for source in self.data.train:
             if source.streaming and source.limit is None:
                 raise ValueError(

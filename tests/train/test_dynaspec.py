@@ -685,6 +685,7 @@ def test_sizes_are_cut_to_the_vocabulary(train):
         (["drafter.labels=top5"], "'drafter.labels': "),
         (["drafter.shortlist=fr_spec", "drafter.corpus=[{source: nowhere.jsonl}]"], "nowhere.jsonl"),
         (["data.packing=true"], "data.packing: "),
+        (["evaluate.decode=20"], "evaluate.decode: evaluations of shortlists decode nothing; leave it out"),
         (
             ["data.validation.0.answers.new_tokens=6"],
             "data.validation: evaluations measure drafts of 6 tokens, and no ",
