@@ -274,12 +274,11 @@ class Run(RunState[R]):
 
     def facts(self, **more: Any) -> dict[str, Any]:
         """What provenance.json records of the training."""
-        recipe = self.recipe
         return provenance(
             command=self.command,
-            steps=sum(stage.steps or 0 for stage in recipe.stages),
+            steps=self.step,
             data_sha256=self.data_sha256,
-            autocast=recipe.precision.autocast,
+            autocast=self.recipe.precision.autocast,
             **more,
         )
 

@@ -428,6 +428,7 @@ def test_the_run_folder(whole, target, kind):
     assert (config["outputs"], config["vocab_size"], config["hidden_size"]) == (300, 300, 32)
     assert weights["order"].sort().values.tolist() == [*range(300)] and weights["order"].dtype == torch.int32
     assert 1 < facts["simulated_tau"] <= facts["whole_simulated_tau"]
+    assert facts["steps"] == (20 if kind == "dynaspec" else 0), "a list by frequency trains nothing"
     if kind == "dynaspec":
         assert (config["num_clusters"], config["router_width"]) == (20, 32) and len(weights["starts"]) == 21
         assert (config["embedding_size"], config["feature_size"]) == (32, 32)

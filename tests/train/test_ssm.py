@@ -265,6 +265,8 @@ def test_it_ends_when_too_few_prompts_are_left(train):
     assert "the ensemble ends here" in " ".join(train.out.split())
     config = json.loads((folder / "config.json").read_text())
     assert config["parts"] == ["ssm-0"] and config["num_ssms"] == 1
+    facts = [json.loads((place / "provenance.json").read_text()) for place in (folder, folder / "ssm-0")]
+    assert [each["steps"] for each in facts] == [6, 6], "of the one stage that was run"
 
 
 def test_another_model_as_the_base(whole, train):
