@@ -58,7 +58,9 @@ class Lookahead(Section):
 
     num_heads: Layers
     weight: Factor = Field(default=0.3, description="of head k's loss: weight × 0.8^k")
-    share: Share = Field(default=0.25, gt=0, description="share of the rows they are trained on")
+    share: Share = Field(
+        default=0.25, gt=0, description="share of each micro-batch's rows that they train on, at least one row"
+    )
 
 
 class Packed:
