@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 from filelock import Timeout
-from pydantic_core import to_jsonable_python
+from pydantic import TypeAdapter
 
 from draftsmith.common.command import first_line
 from draftsmith.common.content import short
@@ -242,7 +242,7 @@ def _changed(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]
     elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
         for place, each in enumerate(zip(before, now, strict=True)):
             yield from _changed(*each, f"{name}.{place}")
-    elif (dumped := to_jsonable_python(now)) != before:
+    elif (dumped := TypeAdapter(Any).dump_python(now, mode="json")) != before:
         yield name, before, dumped
 
 
