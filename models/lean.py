@@ -224,11 +224,11 @@ class LeanDecoder:
     native: "NativeLayers | None" = None
     rows_differ: str = NO_KERNELS
 
-    def tables(self, positions: int) -> dict[str, Tensor]:
-        """Rotary tables of the first ``positions`` positions, ``[positions, 2 · D]``: cos and then sin, with the first
-        half of sin negated, since it multiplies the second half of a head."""
+    def tables(self, positions: int, first: int = 0) -> dict[str, Tensor]:
+        """Rotary tables of ``positions`` positions from ``first`` on, up to the context, ``[positions, 2 · D]``: cos
+        and then sin, with the first half of sin negated, since it multiplies the second half of a head."""
         tables: dict[str, Tensor] = {}
-        place = torch.arange(min(positions, self.context), device=self.device)[None]
+        place = torch.arange(first, min(first + positions, self.context), device=self.device)[None]
         for kind in {layer.rope for layer in self.layers}:
             cos, sin = self.rotary(kind, place)
             half = sin.shape[-1] // 2

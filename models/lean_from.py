@@ -3,14 +3,16 @@
 The matrices of q, k and v are packed into one, and those of gate and up; the model's parameters become views of these,
 so no weight is held twice and the model itself works as before. The structure of layers (norms, biases, multipliers) is
 read from the model's modules. The arguments of its attention (scale, window, soft cap) are recorded in a run of the
-model, and each lean layer must reproduce the output of the model's own layer from the same input; so must each fused
-layer, where kernels run.
+model, and each lean layer must reproduce the queries, keys, values and output of the model's own layer from the same
+input, at the first positions and at the last ones of the context; so must each fused layer its output, where kernels
+run.
 """
 
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from inspect import signature
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -36,10 +38,12 @@ from draftsmith.models.lean import (
     weight_and_eps,
 )
 from draftsmith.models.lean_native import NativeLayers
-from draftsmith.models.target import Target
+from draftsmith.models.target import NO_CONTEXT, Target
 
 _RECORD = "draftsmith_record"
 _TRIAL = 24  # tokens of the comparison with the model itself, at most
+# Of each attention: scale, window and soft cap; queries, keys and values as it has them, [1, heads, T, D].
+_Record = list[tuple[tuple[float, int, float | None], Tensor, Tensor, Tensor]]
 
 
 class NotLean(Exception):
@@ -64,7 +68,7 @@ def _record(
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
     scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0
-    record.append((scale, window, softcap))
+    record.append(((scale, window, softcap), query.clone(), key.clone(), value.clone()))
     bias = causal_bias(0, query.shape[2], window, query.dtype, query.device)
     return tree_attention(query, key, value, bias, scale, softcap).transpose(1, 2), None
 
@@ -151,14 +155,14 @@ def _make(target: Target) -> LeanDecoder:
         return cos, sin
 
     last_norm = _norm(norm, target)
-    record, inputs, output = _trial(target, norm)
+    record, inputs, output = _trial(target, norm, 0)
     if not len(record) == len(decoder.layers) == len(inputs) - 1:
         raise NotLean("its layers do not each call attention once")
     place = torch.arange(1, device=target.device)[None]
     rotated = {kind: rotary(kind, place)[0].shape[-1] for kind in set(kinds)}
     facts = zip(decoder.layers, record, kinds, target.kv_shapes, strict=True)
     layers: list[Layer] = []
-    for module, settings, rope, shape in facts:
+    for module, (settings, *_), rope, shape in facts:
         layers.append(_layer(module, settings, rope, rotated[rope], shape, target))
         _return_freed_memory()
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
@@ -166,16 +170,10 @@ def _make(target: Target) -> LeanDecoder:
     tokens = _trial_tokens(target)
     _compare(lean.embed(tokens), inputs[0], "its embedding")
     _compare(last_norm(inputs[-1]), output, "its last norm")
-    count = tokens.shape[1]
-    place = torch.arange(count, device=target.device)[None]
-    rotations, written = lean.rotations(place, lean.tables(count)), (place.new_zeros(1, 1), place)
-    buffers = lean.buffers(1, count, biased=True)
-    for number, (layer, own_buffers) in enumerate(zip(layers, buffers, strict=True)):
-        biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
-        x = inputs[number].flatten(0, 1).clone()
-        assert isinstance(own_buffers, Buffers)
-        run_layer(layer, own_buffers, x, written, _view(target, number, count), rotations[layer.rope], biases, None)
-        _compare(x, inputs[number + 1][0], f"its layer {number}")
+    _compare_layers(lean, record, inputs, target, 0)
+    last = target.context - tokens.shape[1]
+    if 0 < last and target.context < NO_CONTEXT:  # what depends on the position may begin far behind the first ones
+        _compare_layers(lean, *_trial(target, norm, last)[:2], target, last)
     if cpu.runs(inputs[0]) and why_not_triton(inputs[0]):
         _make_native(lean, inputs, target)
     elif runs_kernel(inputs[0], 0):
@@ -184,6 +182,30 @@ def _make(target: Target) -> LeanDecoder:
         if same_bits():
             lean.rows_differ = lean.not_fused or _why_rows_differ(lean, inputs, target)
     return lean
+
+
+def _compare_layers(lean: LeanDecoder, record: _Record, inputs: list[Tensor], target: Target, first: int) -> None:
+    """Compare each lean layer with the model's own. ``record``, ``inputs``: from :func:`_trial` at the positions from
+    ``first`` on."""
+    count = inputs[0].shape[1]
+    place = torch.arange(count, device=target.device)[None]
+    rotations, written = lean.rotations(place, lean.tables(count, first)), (place.new_zeros(1, 1), place)
+    where = f" at position {first}" if first else ""
+    facts = zip(lean.layers, lean.buffers(1, count, biased=True), record, pairwise(inputs), strict=True)
+    for number, (layer, buffers, (_, *own), (before, after)) in enumerate(facts):
+        biases = {layer.window: causal_bias(0, count, layer.window, target.dtype, target.device)}
+        x, wanted, view = before[0].clone(), after[0], _view(target, number, count)
+        # Compared for themselves: in 16 bits a few large entries of x would hide other attention.
+        queries: list[Tensor] = []
+        assert isinstance(buffers, Buffers)
+        run_layer(
+            *(layer, buffers, x, written, view, rotations[layer.rope], biases, None),
+            lambda q, *_: queries.append(q.clone()),  # noqa: B023
+        )
+        for name, got, want in zip(("query", "key", "value"), (queries[0], *view[1:]), own, strict=True):
+            _compare(got.reshape(want.shape), want, f"the {name} tensor of its layer {number}{where}")
+        _compare(x, wanted, f"its layer {number}{where}")
+        _compare(layer.before_mlp(x), layer.before_mlp(wanted), f"the norm after its layer {number}{where}")
 
 
 def _view(target: Target, layer: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,11 +328,11 @@ def _trial_tokens(target: Target) -> Tensor:
     return torch.arange(1, min(_TRIAL, target.context) + 1, device=target.device)[None] % target.vocab_size
 
 
-def _trial(target: Target, norm: nn.Module) -> tuple[list[tuple[float, int, float | None]], list[Tensor], Tensor]:
-    """Run the model on a few tokens: (scale, window, soft cap) of each attention, the inputs of each layer and of the
-    last norm, and the last norm's output."""
+def _trial(target: Target, norm: nn.Module, first: int) -> tuple[_Record, list[Tensor], Tensor]:
+    """Run the model on a few tokens at the positions from ``first`` on: the record of each attention, the inputs of
+    each layer and of the last norm, and the last norm's output."""
     decoder: Any = target.decoder
-    record: list[tuple[float, int, float | None]] = []
+    record: _Record = []
     inputs: list[Tensor] = []
 
     def record_input(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
@@ -320,7 +342,7 @@ def _trial(target: Target, norm: nn.Module) -> tuple[list[tuple[float, int, floa
     try:
         with target.attention(_RECORD):
             tokens = _trial_tokens(target)
-            place = torch.arange(tokens.shape[1], device=target.device)[None]
+            place = torch.arange(first, first + tokens.shape[1], device=target.device)[None]
             out = decoder(input_ids=tokens, position_ids=place, use_cache=False, record=record)
     except ValueError as error:  # its attention cannot be replaced
         raise NotLean(str(error)) from None
@@ -332,9 +354,9 @@ def _trial(target: Target, norm: nn.Module) -> tuple[list[tuple[float, int, floa
 
 def _compare(got: Tensor, want: Tensor, what: str) -> None:
     """Raise NotLean if two results differ by more than rounding."""
-    error = (got.float() - want.float()).norm() / want.float().norm()
-    if not error <= (1e-4 if want.dtype in (torch.float32, torch.float64) else 0.05):
-        raise NotLean(f"{what} differs from its own modules' by {error:.1e}")
+    difference, size = (got.float() - want.float()).norm(), want.float().norm()
+    if not difference <= (1e-4 if want.dtype in (torch.float32, torch.float64) else 0.05) * size:
+        raise NotLean(f"{what} differs from its own modules' by {difference / size:.1e}")
 
 
 def _part(parent: Any, *names: str) -> Any:

@@ -48,6 +48,7 @@ from draftsmith.models.stored import (
 )
 from draftsmith.models.tokenizer import load_tokenizer
 
+NO_CONTEXT = 1 << 30  # positions, of a model that does not say how many it is made for
 _SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSUPPORTED = "this family is not supported yet"
@@ -57,7 +58,7 @@ def context_of(config: Any) -> int:
     """The number of positions a model is made for, by its text config. Where rotary frequencies change with the length
     of the input (longrope, dynamic), the number up to which they are constant: beyond it, a tree or a batch would
     change the text."""
-    positions = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    positions = int(getattr(config, "max_position_embeddings", 0) or NO_CONTEXT)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one per kind of layer
     for kind in kinds:

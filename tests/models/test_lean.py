@@ -20,7 +20,7 @@ from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.verify.tree import Topology, bitsets
 from draftsmith.kernels import cpu
 from draftsmith.kernels.tree_attention import TreeKeys, ancestor_mask, causal_bias, tree_bias
-from draftsmith.models.lean import LayerNorm, LeanDecoder
+from draftsmith.models.lean import NO_KERNELS, LayerNorm, LeanDecoder
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target, cache_argument, load_target
@@ -317,7 +317,19 @@ def test_other_families_say_why(make_target, family):
     assert OTHERS[family] in str(lean_decoder(make_target(family)))
 
 
-def test_a_layer_without_rotary_embedding_is_found_out():
+def in_16_bits(model: torch.nn.Module) -> torch.nn.Module:
+    """In bfloat16, with two dimensions of the residual, as trained models have them, beside which all else is small;
+    norms make them small again."""
+    for name, weight in model.named_parameters():
+        if "embed" in name:
+            weight.data[:, :2] = 3000
+        elif "norm" in name:
+            weight.data *= torch.tensor([0.01] * 2 + [100.0] * (len(weight) - 2))
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [lambda model: model, in_16_bits])
+def test_a_layer_without_rotary_embedding_is_found_out(change):
     """SmolLM3 has none in every fourth layer, which its modules do not tell in a way we read."""
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -327,7 +339,34 @@ def test_a_layer_without_rotary_embedding_is_found_out():
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data.normal_(std=0.4)
-    assert "its layer 3 differs from its own modules'" in str(lean_decoder(Target(model, None, "nope", "")))
+    reason = str(lean_decoder(Target(change(model), None, "nope", "")))
+    assert "the query tensor of its layer 3 differs from its own modules'" in reason
+
+
+def test_other_layers_are_found_out_in_16_bits(make_target):
+    target = make_target("llama")
+    in_16_bits(target.model)
+    found = lean_decoder(target)
+    assert isinstance(found, LeanDecoder) and found.not_fused == ("" if cpu.library() else NO_KERNELS)
+    mlp = target.model.model.layers[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: 5 * before(x)
+    assert str(lean_decoder(target)).startswith("the norm after its layer 1 differs from its own modules'")
+
+
+def test_queries_that_grow_with_the_position_are_found_out():
+    """Those of Ministral 3, from ``original_max_position_embeddings`` on; with a factor of 0 they do not."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20}
+    yarn = {**ROPE, "rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    found = []
+    for beta in (0.0, 0.1):
+        rope = {**yarn, "llama_4_scaling_beta": beta}
+        config = AutoConfig.for_model("ministral3", **sizes, pad_token_id=0, rope_parameters=rope)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        found.append(lean_decoder(Target(model, None, "nope", "")))
+    assert isinstance(found[0], LeanDecoder)
+    assert f"the query tensor of its layer 0 at position {(1 << 20) - 24} differs" in str(found[1])
 
 
 class Count(TorchDispatchMode):
