@@ -38,7 +38,7 @@ from draftsmith.models.lean import (
     weight_and_eps,
 )
 from draftsmith.models.lean_native import NativeLayers
-from draftsmith.models.target import NO_CONTEXT, Target
+from draftsmith.models.target import NO_CONTEXT, Target, attention_window
 
 _RECORD = "draftsmith_record"
 _TRIAL = 24  # tokens of the comparison with the model itself, at most
@@ -57,7 +57,6 @@ def _record(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     record: list[Any] | None = None,
     **kwargs: Any,
@@ -67,7 +66,7 @@ def _record(
         raise NotLean("its layers do not pass arguments on to attention")
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
-    scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0
+    scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, attention_window(module, kwargs)
     record.append(((scale, window, softcap), query.clone(), key.clone(), value.clone()))
     bias = causal_bias(0, query.shape[2], window, query.dtype, query.device)
     return tree_attention(query, key, value, bias, scale, softcap).transpose(1, 2), None
@@ -172,7 +171,7 @@ def _make(target: Target) -> LeanDecoder:
     _compare(last_norm(inputs[-1]), output, "its last norm")
     _compare_layers(lean, record, inputs, target, 0)
     last = target.context - tokens.shape[1]
-    if 0 < last and target.context < NO_CONTEXT:  # what depends on the position may begin far behind the first ones
+    if last > 0 and target.context < NO_CONTEXT:  # what depends on the position may begin far behind the first ones
         _compare_layers(lean, *_trial(target, norm, last)[:2], target, last)
     if cpu.runs(inputs[0]) and why_not_triton(inputs[0]):
         _make_native(lean, inputs, target)

@@ -52,6 +52,7 @@ NO_CONTEXT = 1 << 30  # positions, of a model that does not say how many it is m
 _SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSUPPORTED = "this family is not supported yet"
+_WINDOW_IN_MASK = ("phimoe",)  # families whose config names no kinds of layers, and whose window is in their mask alone
 
 
 def context_of(config: Any) -> int:
@@ -273,6 +274,19 @@ class Target:
 def cache_argument(module: nn.Module) -> str:
     """The name of a model's or decoder's argument for the K/V cache: transformers 5.24 renamed it, and warns."""
     return "cache" if "cache" in inspect.signature(type(module).forward).parameters else "past_key_values"
+
+
+def attention_window(module: nn.Module, given: Mapping[str, Any]) -> int:
+    """The window of a layer's attention, 0 for full attention. ``given``: the arguments that the module calls attention
+    with. Qwen2-MoE and PhiMoE do not pass it: it is in the mask that transformers makes, which we replace."""
+    if "sliding_window" in given:
+        return given["sliding_window"] or 0
+    config = getattr(module, "config", None)
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    slides = getattr(config, "model_type", None) in _WINDOW_IN_MASK
+    if kinds and number is not None:
+        slides = kinds[number] == "sliding_attention"
+    return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
 def _out_of_memory(error: BaseException) -> bool:

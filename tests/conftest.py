@@ -56,6 +56,7 @@ _LLAMA_LIKE: dict[str, Any] = {
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _MIXED = {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_MOE = {"sliding_window": 8, "num_experts_per_tok": 2}
 # family → (model_type, its fields, standard deviation of the weights, a seed whose text does not repeat itself at once)
 FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "llama": ("llama", _LLAMA_LIKE, 0.4, 0),
@@ -74,6 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}, 0.4, 0),
     "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0, "embedding_multiplier": 2.0}, 0.4, 0),
     "phi": ("phi", {**_LLAMA_LIKE}, 0.4, 0),
+    "phimoe": ("phimoe", {**_LLAMA_LIKE, **_MOE, "num_local_experts": 4}, 0.4, 0),
+    "qwen2_moe": ("qwen2_moe", {**_LLAMA_LIKE, **_MOE, "use_sliding_window": True, "max_window_layers": 2,
+                  "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}, 0.4, 0),
 }  # fmt: skip
 
 

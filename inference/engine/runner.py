@@ -32,7 +32,7 @@ from draftsmith.kernels.tree_attention import (
 )
 from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder, Observer
 from draftsmith.models.lean_from import lean_decoder
-from draftsmith.models.target import Target, cache_argument
+from draftsmith.models.target import Target, attention_window, cache_argument
 
 ATTENTION = "draftsmith_tree"
 # On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
@@ -49,7 +49,6 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     biases: Mapping[int, Tensor | None] | None = None,
     tree_keys: TreeKeys | None = None,
@@ -60,7 +59,7 @@ def _attention(
     if kwargs.get("s_aux") is not None:
         raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or 0
+    window = attention_window(module, kwargs)
     if observer is not None:
         observer(query, scale, window, softcap)
     if tree_keys is not None:

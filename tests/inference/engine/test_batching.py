@@ -56,6 +56,15 @@ def test_a_queue(written, scripted, monkeypatch, family, rows, static):
     assert decoder.execution.startswith("eager, ")
 
 
+@pytest.mark.parametrize("family", ["phimoe", "qwen2_moe"])
+def test_a_window_that_is_only_in_the_mask(written, family):
+    """Of 8 tokens: transformers' own attention does not get it as an argument in these families."""
+    target, truth = written(family)
+    for static in (False, True):
+        results = SpeculativeDecoder(target, static=static).serve(REQUESTS, 3)
+        assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
+
+
 def test_rows_are_refilled_at_once(written):
     """Plain decoding of 7 texts in 3 rows: as many steps as the fullest schedule has."""
     target, _ = written("llama")
