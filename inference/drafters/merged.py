@@ -29,6 +29,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.target import Target
 
 ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if it is set, there are no side streams
@@ -190,8 +191,10 @@ class MergedDrafter(Drafter):
                 for number in range(len(self.drafters))
             ]
             self.states = state, views
-        for view, columns in zip(self.states[1], self.columns, strict=True):
+        for number, (view, columns) in enumerate(zip(self.states[1], self.columns, strict=True)):
             view.feature, view.plans = _select(state.feature, columns), state.plans
+            if number in self.streams and state.plans is not None:  # no stream reads what another one is still writing
+                view.plans = Plans(state.plans.lengths)
         return self.states[1]
 
 

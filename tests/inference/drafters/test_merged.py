@@ -19,6 +19,7 @@ from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample
 from draftsmith.kernels.sampling import philox_uniforms
+from draftsmith.kernels.tree_attention import Plans
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 
 CPU = torch.device("cpu")
@@ -330,6 +331,18 @@ def test_each_drafter_reads_its_own_captured_layers(target):
     merged.prefill(torch.cat((hidden, first, second), -1), tokens, 0, slice(0, 1))
     for drafter, wanted in zip(drafters.values(), ([7], [7, 9, 8], [7, 9], [7, 8, 9]), strict=True):
         assert drafter.seen[0][0, 0, ::width].tolist() == wanted
+
+
+def test_drafters_on_streams_have_plans_of_their_own(target):
+    """A plan that one stream is still writing is not read on another."""
+    drafter = merged(target, [Given({(1,): 0.5}), Given({(2,): 0.5}), Given({(3,): 0.5})], 1)
+    drafter.streams = {2: None}
+    state = state_of(drafter, 1)
+    for _ in range(2):  # steps
+        state.plans = Plans(state.length)
+        plans = [view.plans for view in drafter._states(state)]
+        assert [each is state.plans for each in plans] == [True, True, False]
+        assert plans[2].lengths is state.plans.lengths and plans[2].made is not state.plans.made
 
 
 class Drawing(Drafter):

@@ -188,7 +188,7 @@ def test_ssms_propose_on_streams(make_target, device, mode):
         with pytest.MonkeyPatch.context() as patch:
             if one_stream:
                 patch.setenv(ONE_STREAM, "1")
-            step = Step(target, merged, mode, 2, 128, static=static)
+            step = Step(target, merged, mode, 2, 512, static=static)
         assert len(merged.streams) == (2 if device.type == "cuda" and static and not one_stream else 0)
         ran_on.append([])
         for drafter in merged.drafters:
