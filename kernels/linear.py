@@ -3,10 +3,10 @@
     product(x, M) = x M;   linear(x, W, b) = x Wᵀ + b
 
 On a CPU steps take the product of kernels/cpu.cpp, which reads the weight as PyTorch holds it: 8 rows cost little more
-than one, and each row has the same bits whatever the other rows are, so that a drafted token gets the logits that plain
-decoding gives it. Measured (the layers of SmolLM2, one thread of an Intel Xeon, ms for 1, 8 and 16 rows): float32 36.2,
-44.2, 52.7 (oneDNN with packed weights 38.8, 46.8, 57.8); bfloat16 by AMX 19.8, 21.9, 24.1 (24.2, 24.6, 25.1), without
-17.6, 23.7, 36.7. Prompts, other dtypes, gradients and ``torch.compile`` take PyTorch's.
+than one, and each row of up to 512 has the same bits whatever the other rows are, so that a drafted token gets the
+logits that plain decoding gives it. Measured (the layers of SmolLM2, one thread of an Intel Xeon, ms for 1, 8 and 16
+rows): float32 36.2, 44.2, 52.7 (oneDNN with packed weights 38.8, 46.8, 57.8); bfloat16 by AMX 19.8, 21.9, 24.1 (24.2,
+24.6, 25.1), without 17.6, 23.7, 36.7. Prompts, other dtypes, gradients and ``torch.compile`` take PyTorch's.
 
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never

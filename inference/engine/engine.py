@@ -29,6 +29,7 @@ from draftsmith.inference.engine.text import stop_string_end
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
 from draftsmith.kernels.backend import same_bits
+from draftsmith.kernels.linear import MOST_ON_CPU
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
@@ -136,9 +137,12 @@ class SpeculativeDecoder:
     @property
     def bitwise(self) -> bool:
         """Whether the bits of a row of a step do not depend on the other rows, so that greedy texts are those of plain
-        decoding, without near-ties: the lean decoder by kernels/cpu.cpp."""
+        decoding, without near-ties: the lean decoder by kernels/cpu.cpp, unless the last call's steps had more rows
+        than the LM head's product of our own takes."""
         lean = find_lean(self.target, self.lean)
-        return isinstance(lean, LeanDecoder) and not lean.rows_differ and not self.compiled
+        rows = self._step.cache.rows * self.drafter.num_nodes if self._step else 1
+        few = rows <= MOST_ON_CPU or self.target.device.type != "cpu"
+        return isinstance(lean, LeanDecoder) and not lean.rows_differ and not self.compiled and few
 
     def generate(
         self,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.evaluation import lossless
@@ -14,6 +15,7 @@ from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.kernels import cpu
 from draftsmith.kernels.coupled import gumbel
+from draftsmith.kernels.linear import MOST_ON_CPU
 from draftsmith.models.target import Target
 
 PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
@@ -186,6 +188,10 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
         assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0)
     assert SpeculativeDecoder(target).bitwise == (cpu.library() is not None)
     assert not SpeculativeDecoder(target, lean=False).bitwise
+    decoder = SpeculativeDecoder(target, NgramDrafter(target, depth=MOST_ON_CPU // 2, branches=1))
+    for rows in (1, 2):  # of 257 nodes
+        decoder.generate(PROMPTS, 2, batch_size=rows)
+        assert decoder.bitwise == (rows == 1 and cpu.library() is not None)
 
 
 # ---- coupled sampling
