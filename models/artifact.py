@@ -61,7 +61,7 @@ def commit_of(root: Path) -> str | None:
     ``root`` is no such folder (a wheel's, also inside another project's repository), or git is missing."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
+        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]  # a kill leaves no lock
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
