@@ -155,6 +155,9 @@ def _make(target: Target) -> LeanDecoder:
 
     last_norm = _norm(norm, target)
     record, inputs, output = _trial(target, norm, 0)
+    tokens = _trial_tokens(target)
+    last = target.context - tokens.shape[1]  # what depends on the position may begin far behind the first ones
+    late = _trial(target, norm, last)[:2] if last > 0 and target.context < NO_CONTEXT else None
     if not len(record) == len(decoder.layers) == len(inputs) - 1:
         raise NotLean("its layers do not each call attention once")
     place = torch.arange(1, device=target.device)[None]
@@ -166,13 +169,11 @@ def _make(target: Target) -> LeanDecoder:
         _return_freed_memory()
     factor = float(getattr(decoder, "embedding_multiplier", 1.0))
     lean = LeanDecoder(embed_tokens, factor, rotary, layers, last_norm, target.context, target.device)
-    tokens = _trial_tokens(target)
     _compare(lean.embed(tokens), inputs[0], "its embedding")
     _compare(last_norm(inputs[-1]), output, "its last norm")
     _compare_layers(lean, record, inputs, target, 0)
-    last = target.context - tokens.shape[1]
-    if last > 0 and target.context < NO_CONTEXT:  # what depends on the position may begin far behind the first ones
-        _compare_layers(lean, *_trial(target, norm, last)[:2], target, last)
+    if late:
+        _compare_layers(lean, *late, target, last)
     if cpu.runs(inputs[0]) and why_not_triton(inputs[0]):
         _make_native(lean, inputs, target)
     elif runs_kernel(inputs[0], 0):

@@ -14,6 +14,7 @@ from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.target import Target
 
 MOST = 8  # drafted tokens of a step, at most
+ROOM = 96  # slots beyond a text for the drafts of a step, those of other drafters too
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Prefilled:
         self.target, self.texts, self.rows = target, texts, len(texts)
         drafter = PlainDrafter(target.device)
         self.new_tokens = new_tokens
-        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + 3 * MOST, drafter)
+        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + ROOM, drafter)
         self.plain = Step(target, drafter, "greedy", self.rows, self.capacity, static=static_by_default(target))
         began = time.perf_counter()
         self.plain.begin(slice(0, self.rows), texts, [Sampling()] * self.rows)
@@ -49,7 +50,7 @@ class Prefilled:
         """A step of a drafter that reads no features, on a copy of the cache. Raises ValueError: its drafts are longer
         than the cache has room for."""
         if capacity_for(len(self.texts[0]) + 2 * self.new_tokens, drafter) > self.capacity:
-            raise ValueError(f"drafts of {drafter.num_nodes - 1} tokens are too long here; at most {MOST} are not")
+            raise ValueError(f"drafts of {drafter.num_nodes - 1} tokens, {drafter.max_depth} deep, have no room here")
         static = static_by_default(self.target)
         step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
         step.cache.take(self.plain.cache)

@@ -73,7 +73,7 @@ def test_speed_and_its_prediction(run):
 def test_drafts_that_the_cache_has_no_room_for(run_main, capsys):
     words = "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 --drafts 40"
     code, _, err = run_main(compressed.main, *words.split(), script="benchmarks/compressed.py")
-    assert code == 2 and "drafts of 40 tokens are too long here; at most 8 are not" in err, err
+    assert code == 2 and "drafts of 40 tokens, 40 deep, have no room here" in err, err
 
 
 def test_a_plan_predicts_the_same(run, monkeypatch):
