@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
 from draftsmith.common.command import first_line
@@ -96,7 +95,9 @@ def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")
     try:
         return _convert(config, tensors, facts)
-    except (TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+    except ValueError:
+        raise
+    except Exception as error:  # a value of a wrong kind meets the checks of several libraries
         raise ValueError(f"config.json: a field's value makes no drafter ({first_line(error)})") from None
 
 
