@@ -66,6 +66,8 @@ def _record(
         raise NotLean("its layers do not pass arguments on to attention")
     if kwargs.get("s_aux") is not None:
         raise NotLean("its attention has learned sinks")
+    if attention_mask is not None:
+        raise NotLean("its attention has a mask of its own")
     scale, window = query.shape[-1] ** -0.5 if scaling is None else scaling, attention_window(module, kwargs)
     record.append(((scale, window, softcap), query.clone(), key.clone(), value.clone()))
     bias = causal_bias(0, query.shape[2], window, query.dtype, query.device)

@@ -234,11 +234,13 @@ class Target:
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Check that our hidden states and logits equal the model's own, that each layer keeps keys and values of one
-        shape, and that weights and logits are finite."""
+        """Check that our hidden states and logits equal the model's own and depend on no later token, that each layer
+        keeps keys and values of one shape, and that weights and logits are finite."""
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise self._error(f"it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
+        if "position_ids" not in inspect.signature(type(self.decoder).forward).parameters:  # a tree needs them
+            raise self._error(f"it takes no positions of tokens; {_UNSUPPORTED}")
         # Checked separately: attention kernels may skip NaN scores, and then the logits are finite.
         for name, weight in self.model.named_parameters():
             exempt = weight.dtype not in _FLOATS or weight.is_meta or not weight.numel()
@@ -247,13 +249,13 @@ class Target:
                     f"'{name}' holds NaN or infinity in {weight.dtype}; its weights are damaged, or "
                     "it needs bfloat16 or float32"
                 )
-        tokens = torch.tensor([[1, 2]], device=self.device)
+        tokens = torch.tensor([[1, 2], [1, 3]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:
             with no_step():
                 logits = self.logits(self.hidden(tokens))
             expected = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): cache}).logits
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, AttributeError, TypeError) as error:
             if _out_of_memory(error):
                 raise
             raise self._error(f"it cannot run ({_reason(error)}); check the shapes in its config.json") from None
@@ -269,6 +271,8 @@ class Target:
             )
         if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise self._error(f"its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}")
+        if not torch.allclose(logits[0, 0].float(), logits[1, 0].float(), rtol=1e-2, atol=1e-3):
+            raise self._error(f"its logits depend on later tokens: it is no decoder; {_UNSUPPORTED}")
 
 
 def cache_argument(module: nn.Module) -> str:

@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}, 0.4, 0),
     "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0, "embedding_multiplier": 2.0}, 0.4, 0),
     "phi": ("phi", {**_LLAMA_LIKE}, 0.4, 0),
+    "stablelm": ("stablelm", _LLAMA_LIKE, 0.4, 0),
     "phimoe": ("phimoe", {**_LLAMA_LIKE, **_MOE, "num_local_experts": 4}, 0.4, 0),
     "qwen2_moe": ("qwen2_moe", {**_LLAMA_LIKE, **_MOE, "use_sliding_window": True, "max_window_layers": 2,
                   "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}, 0.4, 0),

@@ -7,6 +7,7 @@ width, F features per token.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ ATTENTION = "draftsmith_tree"
 COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 # In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
 _NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
+# What the layers of some families (StableLM, Nemotron) do not hand on to their attention.
+_Masks = tuple[Mapping[int, Tensor | None] | None, TreeKeys | None, Observer | None]
+_of_pass: ContextVar[_Masks] = ContextVar("_of_pass")
 
 
 def _attention(
@@ -57,7 +61,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attention that ``transformers`` calls in every layer; ``biases`` or ``tree_keys`` come from :class:`Runner`."""
     if kwargs.get("s_aux") is not None:
-        raise ValueError("this target's attention has learned sinks (GPT-OSS), which the engine does not support yet")
+        raise ValueError("this target's attention has learned sinks, as GPT-OSS's; the engine does not support it yet")
+    if attention_mask is not None:
+        raise ValueError("this target's attention has a mask of its own, as Doge's; the engine does not support it yet")
+    if biases is None and tree_keys is None:
+        biases, tree_keys, observer = _of_pass.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = attention_window(module, kwargs)
     if observer is not None:
@@ -65,7 +73,7 @@ def _attention(
     if tree_keys is not None:
         out = attend_tree(query, key, value, tree_keys, scale, window, softcap)
     else:
-        assert biases is not None, "the engine's attention needs the engine's mask"
+        assert biases is not None
         out = tree_attention(query, key, value, biases[window], scale, softcap)
     return out.transpose(1, 2), None
 
@@ -304,6 +312,7 @@ class Runner:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer}
             return decoder(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
+        _of_pass.set((biases, tree_keys, observer))
         options = {self._cache_argument: self.cache, "use_cache": True, **masks}
         if captures:
             options["output_hidden_states"] = True

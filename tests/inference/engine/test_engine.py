@@ -21,7 +21,20 @@ PROMPTS = [
 WANTED = 36
 DEPTH = {1: 0, 33: 5, 65: 6}
 LONGEST = WANTED + max(DEPTH.values()) + 2
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2", "opt", "cohere", "granite", "phi")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+    "cohere",
+    "granite",
+    "phi",
+    "stablelm",
+)
 
 LEAN = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "granite")
 
@@ -199,6 +212,10 @@ FOREIGN = {
                     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
                     "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
                     "n_routed_experts": 4, "num_experts_per_tok": 2},  # values narrower than keys
+    "doge": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2},  # a mask that depends on the values
+    "bert-generation": {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2,
+                        "num_attention_heads": 4},  # attends to later tokens
 }  # fmt: skip
 
 
