@@ -82,9 +82,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
+LONGEST_FILES = ("test_interpreted.py", "test_recipes_for_real.py", "test_readme.py", "test_claims.py", "test_gpu.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first, so that at the end no process waits for the one that runs it."""
-    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
+    """The longest files first, so that at the end no process waits for the one that runs them."""
+    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
 
 
 imported = 0  # modules, when what there was was frozen
