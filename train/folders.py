@@ -235,15 +235,24 @@ def check_unchanged(recipe: Recipe) -> None:
 
 def _changed(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """Names (``a.b`` for field b of section a, ``a.0`` for the first of a list) with the values before and now, of what
-    has changed. A field that a section did not have, in an older version, has not; all else is compared as a whole."""
+    has changed. A field that a section did not have, in an older version, had its default; all else is compared as a
+    whole."""
     if isinstance(now, Section) and isinstance(before, dict):
-        for field in sorted(before.keys() & type(now).model_fields.keys()):
-            yield from _changed(before[field], getattr(now, field), f"{name}.{field}")
+        for field, info in sorted(type(now).model_fields.items()):
+            if field not in before and info.is_required():
+                continue
+            was = before[field] if field in before else _dumped(info.get_default(call_default_factory=True))
+            yield from _changed(was, getattr(now, field), f"{name}.{field}")
     elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
         for place, each in enumerate(zip(before, now, strict=True)):
             yield from _changed(*each, f"{name}.{place}")
-    elif (dumped := TypeAdapter(Any).dump_python(now, mode="json")) != before:
-        yield name, before, dumped
+    elif _dumped(now) != before:
+        yield name, before, _dumped(now)
+
+
+def _dumped(value: Any) -> Any:
+    """As a recipe.yaml has it."""
+    return TypeAdapter(Any).dump_python(value, mode="json")
 
 
 def _forget(folder: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_killed_removal_leaves_no_half_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_with_the_drafter_and_the_data_that_it_began_with(tmp_path):
-    """Sections and free mappings count, set or not; not what an older version did not have, nor other sections."""
+    """Sections and free mappings count, set or not, and what an older version did not have; other sections do not."""
     ask = {"prompts": 4, "prompt_tokens": 8, "new_tokens": 8}
 
     def begin_with(data, **sections):
@@ -246,6 +246,10 @@ def test_a_run_goes_on_with_the_drafter_and_the_data_that_it_began_with(tmp_path
     del older["drafter"]["draft_vocab_size"]
     file.write_text(yaml.safe_dump(older | {"data": older["data"] | {"no_longer": 1}}))
     folders.check_unchanged(recipe)
+    (was, now), data = ("{}", "{enable_thinking: false}"), recipe.data
+    changed = data.model_copy(update={"template_arguments": {"enable_thinking": False}})
+    with pytest.raises(ValueError, match=f"began with data.template_arguments={was}, not {now};"):
+        folders.check_unchanged(recipe.model_copy(update={"data": changed}))
     file.write_text("")
     folders.check_unchanged(recipe)
 
