@@ -328,7 +328,7 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, train, optimizer):
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments(recipe, train):
     """Killed by the system at any moment of its life, and resumed, fifty times over one run: the same weights."""
-    options = ["stages.0.steps=3000", "evaluate.every=100", "checkpoint.every=10", "stages.0.optim.lr=1e-3"]
+    options = ["stages.0.steps=4000", "evaluate.every=100", "checkpoint.every=10", "stages.0.optim.lr=1e-3"]
     long = train("long", *options)
     command = [sys.executable, "train/medusa.py", recipe, *options, "run.name=kills", "--resume"]
     folder, chance, kills, lives = recipe.parent / "kills", random.Random(0), 0, 0
@@ -356,7 +356,7 @@ def test_fifty_kills_at_random_moments(recipe, train):
         assert code == 0, process.stderr.read()
         break
     assert kills == 50, "the run has to be long enough for fifty"
-    assert_same_files(folder, long, FINAL[0], "checkpoints/step-3000/optimizer.safetensors", FINAL[2])
+    assert_same_files(folder, long, FINAL[0], "checkpoints/step-4000/optimizer.safetensors", FINAL[2])
     assert metrics(folder, "simulated_tau") == metrics(long, "simulated_tau")
 
 
