@@ -271,8 +271,9 @@ class Target:
             )
         if logits.shape != expected.shape or not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
             raise self._error(f"its logits are not its LM head's output on its last hidden state; {_UNSUPPORTED}")
-        first, again = logits[:, 0].float()  # of the same token before another one: as in check_packing
-        if (first - again).norm() > 0.05 * first.norm():
+        first, again = logits[:, 0].float()  # of the same token, before different ones
+        allowed = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3  # far above rounding
+        if (first - again).norm() > allowed * first.norm():
             raise self._error(f"its logits depend on later tokens: it is no decoder; {_UNSUPPORTED}")
 
 
