@@ -228,7 +228,7 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
                 sys.unraisablehook = hook_before
                 signal.signal(signal.SIGINT, signal.SIG_IGN if main.__module__ == "__main__" else handler_before)
     except KeyboardInterrupt as interruption:
-        _stop(str(interruption) or _INTERRUPTED, 2)
+        said = str(interruption) or _INTERRUPTED
     except FloatingPointError as error:  # a NaN or infinite loss
         _stop(str(error), 1)
     except BrokenPipeError:
@@ -238,20 +238,26 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
         if isinstance(error, ConnectionError) and error.errno is None and _raised_by_us(error.__traceback__):
             _stop(str(error), 1)  # a server that a run needs does not answer
         if error.errno not in (*_FULL, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
-            if interrupted:
-                _stop(_INTERRUPTED, 2)
-            raise
-        _stop(_describe_os_error(error, resumable), 1 if error.errno in _FULL else 2)
+            if not interrupted:
+                raise
+            said = _INTERRUPTED
+        else:
+            _stop(_describe_os_error(error, resumable), 1 if error.errno in _FULL else 2)
     except Exception as error:
         if isinstance(error, ValueError) and _raised_by_us(error.__traceback__):
             _stop(str(error), 2)
-        if interrupted:  # a library turned Ctrl-C into another exception
-            _stop(_INTERRUPTED, 2)
-        if not _out_of_memory(error):
-            raise
-        message = first_line(error, 160)
-        _stop(f"out of memory ({message}); use smaller batches, fewer tokens or a smaller model", 1)
-    sys.exit(0)
+        if not interrupted:
+            if not _out_of_memory(error):
+                raise
+            message = first_line(error, 160)
+            _stop(f"out of memory ({message}); use smaller batches, fewer tokens or a smaller model", 1)
+        said = _INTERRUPTED  # a library turned Ctrl-C into another exception
+    else:
+        sys.exit(0)
+    # The interrupted frames are no longer held by an exception, but perhaps by each other, and with them a thread pool
+    # that was just starting a thread: Python waits for it at the exit, and only the end of the pool ends it.
+    gc.collect()
+    _stop(said, 2)
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -137,6 +137,39 @@ def test_ctrl_c_that_a_library_swallows(how, capfd):
     assert capfd.readouterr().err == "error: interrupted; files already written are whole\n"
 
 
+STARTING_A_THREAD = """
+import os, signal, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from draftsmith.common.command import run_command
+
+start = threading.Thread.start
+
+def interrupted(thread):
+    start(thread)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+def main():
+    with_itself = []
+    try:
+        ThreadPoolExecutor(1).submit(len, "")
+    except KeyboardInterrupt as error:
+        with_itself.append((with_itself, error))
+        raise
+
+threading.Thread.start = interrupted
+run_command(main)
+"""
+
+
+def test_ctrl_c_while_a_thread_pool_starts_a_thread():
+    """As transformers does when it loads weights: the pool does not know the thread yet, and would not end it."""
+    command = [sys.executable, "-c", STARTING_A_THREAD]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: interrupted; files already written are whole\n"
+
+
 @pytest.mark.parametrize("console", [loop.console, track.console, dry_run.console], ids=["loop", "track", "dry_run"])
 def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
     said = "done: runs/x[/b], from [abc]*.jsonl :smile: and " + "more " * 60

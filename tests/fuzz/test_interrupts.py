@@ -290,7 +290,7 @@ def test_a_moment_of_its_work(world, case, what):
 @pytest.mark.parametrize("case", [Training, Boosting, Answering, Calibration, Decoding])
 def test_twenty_moments(world, case):
     """Every other one anywhere in the command's life, the others after its first output."""
-    timed = case(world, "timed")
+    timed = case(world, f"{case.__name__.lower()}-timed")
     whole = live(world, timed)
     assert whole.code == 0, whole.err
     timed.check(whole.out)

@@ -181,7 +181,7 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
         "    target = load_target(sys.argv[1], place=place)\n"
         "here = lambda p: p.ds_tensor.numel() if hasattr(p, 'ds_tensor') else getattr(p, '_local_tensor', p).numel()\n"
         "layers = [p for n, p in target.model.named_parameters() if 'layers' in n]\n"
-        "print('held', sum(map(here, layers)), 'of', sum(map(sharded.size, layers)), flush=True)\n"
+        "print(f'held {sum(map(here, layers))} of {sum(map(sharded.size, layers))}\\n', end='', flush=True)\n"
     )
     command = [*launched(strategy), script, tiny_lm]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
