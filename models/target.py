@@ -239,8 +239,8 @@ class Target:
         kinds = set(getattr(self.config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
         if kinds:
             raise self._error(f"it has layers of the kind {', '.join(sorted(kinds))}; {_UNSUPPORTED}")
-        if "position_ids" not in inspect.signature(type(self.decoder).forward).parameters:  # a tree needs them
-            raise self._error(f"it takes no positions of tokens; {_UNSUPPORTED}")
+        if "position_ids" not in inspect.signature(type(self.decoder).forward).parameters:
+            raise self._error(f"it takes no positions of tokens (position_ids), which a tree needs; {_UNSUPPORTED}")
         # Checked separately: attention kernels may skip NaN scores, and then the logits are finite.
         for name, weight in self.model.named_parameters():
             exempt = weight.dtype not in _FLOATS or weight.is_meta or not weight.numel()

@@ -40,7 +40,7 @@ ATTENTION = "draftsmith_tree"
 COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 # In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
 _NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
-# What the layers of some families (StableLM, Nemotron) do not hand on to their attention.
+# The arguments of the pass that runs, which layers of some families (StableLM, Nemotron) do not hand on to attention.
 _Masks = tuple[Mapping[int, Tensor | None] | None, TreeKeys | None, Observer | None]
 _of_pass: ContextVar[_Masks] = ContextVar("_of_pass")
 
@@ -312,13 +312,16 @@ class Runner:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer}
             return decoder(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
-        _of_pass.set((biases, tree_keys, observer))
         options = {self._cache_argument: self.cache, "use_cache": True, **masks}
         if captures:
             options["output_hidden_states"] = True
         if observer is not None:
             options["observer"] = observer
-        out = decoder(input_ids=tokens, position_ids=positions, **options)
+        before_pass = _of_pass.set((biases, tree_keys, observer))
+        try:
+            out = decoder(input_ids=tokens, position_ids=positions, **options)
+        finally:
+            _of_pass.reset(before_pass)  # masks of long prompts are large
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]
         return out.last_hidden_state.to(tokens.device), captured
 
