@@ -322,6 +322,12 @@ class Stage(Section):
         description="instead of steps: passes over the training rows, of all sources together; the number of steps is "
         "printed once the rows are read, and stands in the run's recipe.yaml",
     )
+    seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="end after so many seconds if the steps are not done by then; the schedule of the learning rate "
+        "ends with them. For machines by the minute: such a run cannot be repeated to the bit",
+    )
 
     @property
     def num_steps(self) -> int:
@@ -406,6 +412,8 @@ class TrainingRecipe(Recipe):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages: two are called {max(names, key=names.count)!r}; give each its own 'name'")
+        if any(stage.seconds for stage in self.stages[:-1]):
+            raise ValueError("stages: only the last one can be limited in seconds; the others have steps or epochs")
         return self
 
 

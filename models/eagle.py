@@ -126,6 +126,7 @@ class EagleConfig:
         projection: Literal["own", "shared"],
         draft_vocab_size: int | None = None,
         captured_layers: Sequence[int] = (),
+        intermediate_size: int | None = None,
         **options: bool,
     ) -> "EagleConfig":
         """The config that fits a target.
@@ -135,6 +136,7 @@ class EagleConfig:
             vocab_size: rows of its LM head.
             context: :attr:`Target.context`; the drafter has as many positions.
             captured_layers: of EAGLE-3; :func:`layers_to_capture` if empty.
+            intermediate_size: width of its MLP; the target's if None.
 
         Raises:
             ValueError: the target has no such layers.
@@ -151,7 +153,7 @@ class EagleConfig:
             heads,
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or width // heads,
-            getattr(config, "intermediate_size", None) or 4 * width,
+            intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
             context,
             _rope_parameters(config),
             rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),

@@ -193,7 +193,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     folder = resolve_folder(t.name, t.revision, weights=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
     length, layers = recipe.data.max_length, d.captured_layers or ()
-    own_shape = (d.version, d.projection, d.draft_vocab_size, layers)
+    own_shape = (d.version, d.projection, d.draft_vocab_size, layers, d.intermediate_size)
     made = shape_of_init(recipe, EagleConfig.for_target(config, shape.vocab_size, length, *own_shape, **d.options))
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
@@ -210,8 +210,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
         return made
     stored = json_object(resolve_folder(beginning(recipe)) / "config.json")
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
-    if recipe.drafter.captured_layers is None:
-        own.remove("captured_layers")
+    own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 
 
@@ -222,9 +221,10 @@ def train(run: Run[EagleRecipe]) -> None:
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
-    eagle = Eagle.for_target(target, d.version, d.projection, size, d.captured_layers or (), **d.options)
-    if (shape := shape_of_init(recipe, eagle.config)) != eagle.config:
-        eagle = Eagle(shape)
+    shape = (d.version, d.projection, size, d.captured_layers or (), d.intermediate_size)
+    eagle = Eagle.for_target(target, *shape, **d.options)
+    if (config := shape_of_init(recipe, eagle.config)) != eagle.config:
+        eagle = Eagle(config)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target, DEPTH)

@@ -22,6 +22,12 @@ class EagleSection(Section):
         description="EAGLE-3 reads the inputs of these layers of the target; null: those "
         "of init_from, else 2, n/2 and n − 3 of n layers",
     )
+    intermediate_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 20,
+        description="of the MLP; null: the target's, or that of init_from",
+    )
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")

@@ -192,13 +192,13 @@ class RunState(Generic[R]):
             yield
 
 
-def learning_rate(stage: Stage, step: int) -> float:
+def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
     """The learning rate of step ``step`` (from 0) of a stage: linear warm-up, then the schedule, which would reach
-    ``final_lr`` in the step after the last."""
+    ``final_lr`` in the step after the last, or when the share ``spent`` of the stage's seconds is 1."""
     o = stage.optim
     if step < o.warmup_steps:
         return o.lr * (step + 1) / o.warmup_steps
-    done = (step - o.warmup_steps) / max(1, stage.num_steps - o.warmup_steps)
+    done = min(1.0, max((step - o.warmup_steps) / max(1, stage.num_steps - o.warmup_steps), spent))
     if o.schedule == "constant":
         return o.lr
     decay = 1 - done if o.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
@@ -263,12 +263,12 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         if not kept and run.main:
             console.print("  the checkpoint has no optimizer state for this launch; it begins anew", style="yellow")
     stepped: Any = torch.compile(module) if recipe.precision.compile else module
-    meter, note = _Meter(), ""
+    meter, note, began, spent = _Meter(), "", time.monotonic(), 0.0
     original.train()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
     with bar, interruptible() as stop_requested:
         for step in range(start, stage.num_steps):
-            rate = learning_rate(stage, step)
+            rate = learning_rate(stage, step, spent)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
             numbers = range(step * per_step, (step + 1) * per_step)
@@ -278,10 +278,13 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
             if labels := getattr(original, "labels", None):
                 batches = [{**batch, "labels": labels(batch)} for batch in batches]
             counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
-            # A signal does not reach all processes at the same moment; they have to stop at the same step.
-            stop = counts.new_tensor([float(stop_requested())])
+            # A signal does not reach all processes at the same moment, nor do their clocks agree; they have to stop at
+            # the same step, which the main process's clock decides.
+            used = (time.monotonic() - began) / stage.seconds if stage.seconds and run.main else 0.0
+            stop = counts.new_tensor([float(stop_requested()), used])
             reduced: Any = accelerator.reduce(torch.cat([counts, stop]), "sum")
-            counts, stop_all = reduced[:-1], reduced[-1]
+            counts, stop_all = reduced[:-2], reduced[-2]
+            spent = float(reduced[-1]) if stage.seconds else 0.0
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
@@ -306,7 +309,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
             optimizer.zero_grad()
             run.step += 1
             meter.add(totals, sum(batch["tokens"].numel() for batch in batches) * processes)
-            ends = step == stage.num_steps - 1
+            ends = step == stage.num_steps - 1 or spent >= 1
             if run.step % LOG_EVERY == 0 or ends:
                 note = meter.log(run, stage, rate)
             bar(step + 1, note)
@@ -319,6 +322,11 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 meter.since = time.monotonic()
             if stops:
                 raise KeyboardInterrupt(f"stopped at step {run.step}; saved. Go on with --resume")
+            if ends:
+                if run.main and step < stage.num_steps - 1:
+                    limit = f"{stage.seconds:g} seconds"
+                    console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
+                break
     accelerator.free_memory()
 
 

@@ -107,8 +107,9 @@ class Run(RunState[R]):
         shape = recipe.drafter.model_dump(mode="json")
         if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
             shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
-        if shape.get("captured_layers", 0) is None:
-            shape.pop("captured_layers")  # it then reads the same ones
+        for name in ("captured_layers", "intermediate_size"):
+            if shape.get(name, 0) is None:
+                shape.pop(name)  # it then has the same ones
         for name, value in shape.items():
             if config.get(name, value) != value:  # what a config leaves out only concerns training
                 raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")

@@ -32,6 +32,7 @@ from draftsmith.inference.drafters.levels import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
+from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
@@ -132,16 +133,16 @@ class CompressedCache:
             assert self.lean is not None
             self.tables = {kind: table.float() for kind, table in self.lean.tables(full.positions).items()}
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         """New texts begin in these rows: their entries are selected before the next tree."""
-        self.pending |= {*range(rows.start, rows.stop)}
+        self.pending |= {*row_numbers(rows)}
 
     def end(self, row: int) -> None:
         self.pending.discard(row)
         self.held[row] = self.without[row] = self.stored[row] = 0
         self.left_out[row] = 0
 
-    def read_prompts(self, tokens: Tensor, start: int, rows: slice) -> None:
+    def read_prompts(self, tokens: Tensor, start: int, rows: Rows) -> None:
         """Keep the tokens of a chunk of prompts, ``[b, T]``."""
         self.text[rows, start : start + tokens.shape[1]] = tokens
 
@@ -235,7 +236,7 @@ class CompressedCache:
             number = next(layers)
             if sliding:
                 return
-            keys, values = (each[row, :, :length] for each in self.full.layer(number))
+            keys, values = (each[0, :, :length] for each in self.full.layer(number))  # of this row alone
             own_keys, own_values = (each[row, :, :entries] for each in self.cache.layer(number))
             pool = 1 if window == 1 else POOL
             # A single query's heads may come grouped: [1, Hkv, Hq / Hkv, D].
@@ -249,9 +250,8 @@ class CompressedCache:
 
         changed = self.full.of_row(row, start, length)
         before = [each.clone() for each in changed]
-        self.full.window = slice(row, row + 1)
-        self.observer.forward_chunk(self.text[row : row + 1, start:length], start, observer=observe)
-        self.full.window = None
+        with self.full.only(slice(row, row + 1), length):
+            self.observer.forward_chunk(self.text[row : row + 1, start:length], start, observer=observe)
         for each, kept in zip(changed, before, strict=True):
             each.copy_(kept)
 
@@ -278,13 +278,13 @@ class CompressedDrafter(Drafter):
     def buffers(self) -> Sequence[Tensor]:
         return self.entries.text, self.cache.lengths
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         self.entries.begin(rows)
 
     def end(self, row: int) -> None:
         self.entries.end(row)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         self.entries.read_prompts(tokens, start, rows)
 
     def prepare(self, state: State) -> None:

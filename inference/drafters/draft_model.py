@@ -29,6 +29,7 @@ from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
@@ -163,7 +164,7 @@ class DraftModelDrafter(Drafter):
             own += [self.entries.text, self.cache.lengths]
         return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
         if self.shortlists is not None:
             self.shortlists.begin(rows)
@@ -187,14 +188,13 @@ class DraftModelDrafter(Drafter):
         entries.store(lengths)
         entries.select_where_due(lengths)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         if self.shortlists is not None:
             self.shortlists.read(tokens, rows)
         if self.entries is not None:
             self.entries.read_prompts(self._readable(tokens), start, rows)
-        self.own.window = None if rows.stop - rows.start == self.rows else rows
-        self.reader.forward_chunk(self._readable(tokens), start)
-        self.own.window = None
+        with self.own.only(rows, start + tokens.shape[1]):
+            self.reader.forward_chunk(self._readable(tokens), start)
 
     def propose(self, state: State) -> TokenTree:
         if self.entries is not None:

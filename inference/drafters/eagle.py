@@ -32,7 +32,7 @@ from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.sampling import Noise
+from draftsmith.inference.verify.sampling import Noise, Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
@@ -146,12 +146,12 @@ class EagleDrafter(Drafter):
         own = self.cached, self.missing_tokens, self.missing_features
         return own if self.shortlists is None else (*own, *self.shortlists.buffers())
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         self.cached[rows] = ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
         if self.shortlists is not None:
             self.shortlists.begin(rows)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         if self.shortlists is not None:
             self.shortlists.read(tokens, rows)
         hidden = self.eagle.fuse(features)  # [b, T, d]
@@ -162,7 +162,7 @@ class EagleDrafter(Drafter):
         elif tokens.shape[1] > 1:
             self._write_keys(tokens[:, 1:], hidden, 0, rows)
 
-    def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: slice) -> None:
+    def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: Rows) -> None:
         """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
         slots = slice(first, first + tokens.shape[1])
         self.layer.both[rows, slots] = self.layer.keys_values(tokens, hidden, self.layer.table[slots][None])

@@ -22,6 +22,7 @@ from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk, tokens_at
@@ -95,11 +96,11 @@ class MedusaDrafter(Drafter):
     def buffers(self) -> Sequence[Tensor]:
         return () if self.shortlists is None else self.shortlists.buffers()
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         if self.shortlists is not None:
             self.shortlists.begin(rows)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         if self.shortlists is not None:
             self.shortlists.read(tokens, rows)
 

@@ -27,6 +27,7 @@ from draftsmith.inference.drafters.host_tree import HostTreeBuilder, merge_on_ho
 from draftsmith.inference.drafters.merge_tensors import TensorMerge
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
@@ -81,11 +82,11 @@ class MergedDrafter(Drafter):
     def buffers(self) -> Sequence[Tensor]:
         return [buffer for drafter in self.drafters for buffer in drafter.buffers()]
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         for drafter in self.drafters:
             drafter.begin(rows)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         for drafter, columns in zip(self.drafters, self.columns, strict=True):
             drafter.prefill(_select(features, columns), tokens, start, rows)
 

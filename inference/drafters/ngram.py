@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, kept_nodes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.models.target import Target
@@ -121,10 +122,10 @@ class NgramDrafter(Drafter):
     def buffers(self) -> tuple[Tensor, ...]:
         return self.history, self.counts
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         self.counts[rows] = self.prior  # the history needs no reset: only tokens within a row's length are read
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         begin = self.max_match + start
         self.history[rows, begin : begin + tokens.shape[1]] = tokens
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.merged import ONE_STREAM
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
@@ -79,18 +80,20 @@ class Shortlists:
     def buffers(self) -> Sequence[Tensor]:
         return (self.seen,) if self.config.shortlist == "in_context" else ()
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         """New texts begin in these rows."""
         if self.config.shortlist == "in_context":
             self.seen[rows] = False
             # Shorter prompts of a batch are padded with token 0: if each text has it, none depends on the others.
             self.seen[rows, self.places[0]] = True
 
-    def read(self, tokens: Tensor, rows: slice | None = None) -> None:
+    def read(self, tokens: Tensor, rows: Rows | None = None) -> None:
         """Further tokens ``[b, T]`` of the texts in these rows (all if None)."""
         if self.config.shortlist == "in_context":
-            seen = self.seen if rows is None else self.seen[rows]
-            seen.scatter_(1, self.places[tokens], value=True)
+            if rows is None:
+                self.seen.scatter_(1, self.places[tokens], value=True)
+            else:
+                self.seen[rows] = self.seen[rows].scatter(1, self.places[tokens], value=True)
 
     def read_accepted(self, tree: TokenTree, verdict: Verdict) -> None:
         """The root's token and those of the accepted path, of the texts in all rows."""

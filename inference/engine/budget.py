@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftsmith.inference.verify.sampling import Rows, row_numbers
+
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
@@ -125,8 +127,8 @@ class Budget:
         self.step_times.clear()
         self.corrections.clear()
 
-    def begin(self, rows: slice) -> None:
-        for row in range(rows.start, rows.stop):
+    def begin(self, rows: Rows) -> None:
+        for row in row_numbers(rows):
             self.came_true[:, row] = self.estimated[:, row] = 0
             self._correct(row)
 

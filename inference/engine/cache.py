@@ -3,6 +3,8 @@
 Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens, A depth of the deepest node + 1.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import psutil
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.inference.verify.sampling import Rows
 from draftsmith.kernels.commit import commit
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
@@ -39,8 +42,6 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values, slots = self.keys, self.values, self.owner.slots
         assert keys is not None and values is not None
-        if self.owner.window is not None:
-            keys, values = keys[self.owner.window], values[self.owner.window]
         if slots.device != keys.device:  # a target spread over several devices
             slots = slots.to(keys.device)
         if slots.shape[0] == 1:  # one row, or the same slots in every row
@@ -72,7 +73,6 @@ class KVCache(Cache):
     lengths: ``[B]`` int64 on the device: committed tokens per row.
     slots: ``[B or 1, N]`` int64: slots that the next forward pass writes; set by the engine before it.
     seen: number of slots, from the first, that the next forward pass attends to.
-    window: rows of the next forward pass; all if None.
     positions: number of positions that its tokens may have: its capacity, or more where it holds some tokens of a text.
 
     Raises:
@@ -94,35 +94,51 @@ class KVCache(Cache):
         super().__init__(layers=[_Layer(self) for _ in places])
         self.rows, self.capacity, self.seen = rows, capacity, 0
         self.positions = positions or capacity
-        self.window: slice | None = None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         # Layers of one shape and device share one storage, so that a commit moves all of them at once.
-        self._storages: list[Tensor] = []
-        self._written: list[list[Tensor]] = []  # of each storage and layer [B, S, 2, Hkv, D]
+        storages: list[Tensor] = []
         self._numbers: list[list[int]] = []  # of the layers in each storage
         for place in sorted(set(places), key=str):
             numbers = [number for number, other in enumerate(places) if other == place]
             (heads, width), layer_device = place
-            storage = torch.zeros(len(numbers), 2, rows, heads, capacity, width, dtype=dtype, device=layer_device)
-            self._storages.append(storage)
-            self._written.append(list(storage.permute(0, 2, 4, 1, 3, 5).unbind(0)))
+            shape = len(numbers), 2, rows, heads, capacity, width
+            storages.append(torch.zeros(shape, dtype=dtype, device=layer_device))
             self._numbers.append(numbers)
+        self._use(storages)
+
+    def _use(self, storages: list[Tensor]) -> None:
+        """Read and write these storages, ``[layers, 2, B, Hkv, S, D]`` each, from now on."""
+        self._storages = storages
+        self._written = [list(storage.permute(0, 2, 4, 1, 3, 5).unbind(0)) for storage in storages]  # [B, S, 2, Hkv, D]
+        for storage, numbers in zip(storages, self._numbers, strict=True):
             for number, (keys, values) in zip(numbers, storage, strict=True):
                 layer = cast(CacheLayerMixin, self.layers[number])
                 layer.keys, layer.values = keys, values
 
+    @contextmanager
+    def only(self, rows: Rows, end: int) -> Iterator[None]:
+        """Context in which forward passes run on these rows alone, and on their first ``end`` slots: in place where
+        they are neighbours (a slice), otherwise on copies, which are written back."""
+        whole = self._storages
+        places = [rows.to(each.device) if isinstance(rows, Tensor) else rows for each in whole]
+        parts = [storage[:, :, place, :, :end] for storage, place in zip(whole, places, strict=True)]
+        self._use(parts)
+        try:
+            yield
+        finally:
+            self._use(whole)
+        if isinstance(rows, Tensor):
+            for storage, place, part in zip(whole, places, parts, strict=True):
+                storage[:, :, place, :, :end] = part
+
     def views(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Views of each layer, for the rows of ``window``: keys and values together ``[b, S, 2, Hkv, D]``, for writing;
-        keys and values ``[b, Hkv, seen, D]``, for reading. A few operations for all layers of one shape."""
+        """Views of each layer: keys and values together ``[B, S, 2, Hkv, D]``, for writing; keys and values
+        ``[B, Hkv, seen, D]``, for reading. A few operations for all layers of one shape."""
         by_layer: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         for storage, written, layers in zip(self._storages, self._written, self._numbers, strict=True):
-            both = written
-            if self.window is not None:
-                storage = storage[:, :, self.window]
-                both = [each[self.window] for each in written]
             keys_values = storage[..., : self.seen, :].flatten(0, 1).unbind(0)
-            by_layer |= zip(layers, zip(both, keys_values[::2], keys_values[1::2], strict=True), strict=True)
+            by_layer |= zip(layers, zip(written, keys_values[::2], keys_values[1::2], strict=True), strict=True)
         return [by_layer[number] for number in range(len(self.layers))]
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ from draftsmith.kernels.linear import MOST_ON_CPU
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
+PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
 CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
 
 
@@ -202,6 +203,7 @@ class SpeculativeDecoder:
         *,
         mode: Mode = "greedy",
         max_length: int | None = None,
+        refill: int = 1,
         instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
@@ -217,6 +219,8 @@ class SpeculativeDecoder:
                 sampling; ``typical`` (lossy).
             max_length: upper bound of any prompt's tokens together with its answer's. Left out, all requests are read
                 at once to compute it.
+            refill: number of free rows for which new requests wait while others are decoded, to begin together: many
+                prompts in one forward pass take far less time on a GPU than one after the other.
             instrument: add each phase's time to ``seconds``, waiting for the device between phases.
             on_tokens: called with (number of the request, its newly committed tokens) after each step.
             on_step: called with (number of the request, its result so far) after each step.
@@ -249,7 +253,7 @@ class SpeculativeDecoder:
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
-            queue = _Queue(self, step, iter(requests), max_length, on_tokens, on_step, on_end)
+            queue = _Queue(self, step, iter(requests), max_length, on_tokens, on_step, on_end, refill)
             launched: deque[tuple[ReadCommitted, list[_Text | None], int]] = deque()
             try:
                 queue.fill(clock)
@@ -367,6 +371,7 @@ class _Queue:
     on_tokens: Callable[[int, list[int]], None] | None
     on_step: Callable[[int, Generation], None] | None
     on_end: Callable[[int, Generation], None] | None
+    refill: int = 1
     results: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -378,10 +383,11 @@ class _Queue:
         return any(self.texts)
 
     def fill(self, clock: Clock | None) -> None:
-        """Begin requests in free rows, until no row is free or no request waits."""
+        """Begin requests in free rows, until no row is free or no request waits; not before ``refill`` rows are."""
+        if self.busy and self.texts.count(None) < self.refill:
+            return
         while new := self._next_texts():
-            rows = slice(new[0][0], new[0][0] + len(new))
-            requests = [text.request for _, text in new]
+            rows, requests = [row for row, _ in new], [text.request for _, text in new]
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
             for (row, text), token in zip(new, first, strict=True):
                 if token < 0:
@@ -390,15 +396,14 @@ class _Queue:
                 self._add(row, text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, _Text]]:
-        """Rows and texts of new requests, for the first adjacent free rows. One at a time where a text is a function of
-        its request alone, and the bits of a row do not depend on the other rows: those of a prompt then do not either.
-        """
+        """Rows and texts of new requests, for free rows, until they make :data:`PREFILL_TOKENS`, padded. One at a time
+        where a text is a function of its request alone, and the bits of a row do not depend on the other rows: those of
+        a prompt then do not either."""
         alone = self.step.runner.bitwise and self.step.mode in ("greedy", "sample")
         new: list[tuple[int, _Text]] = []
-        if None not in self.texts:
-            return new
-        for row in range(self.texts.index(None), len(self.texts)):
-            if self.texts[row] is not None or (new and alone):
+        longest = 0
+        for row in (row for row, text in enumerate(self.texts) if text is None):
+            if new and (alone or longest * len(new) >= PREFILL_TOKENS):
                 break
             request = next(self.waiting, None)
             if request is None:
@@ -418,6 +423,7 @@ class _Queue:
             text = _Text(number, request, length - len(request.prompt))
             self.results.append(text.result)
             new.append((row, text))
+            longest = max(longest, len(request.prompt))
         return new
 
     def take(self, committed: list[list[int]], texts: list[_Text | None], nodes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.verify.sampling import Noise, Settings
+from draftsmith.inference.verify.sampling import Noise, Rows, Settings
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
@@ -92,10 +92,10 @@ class Drafter(Protocol):
         the steps that warm up a graph capture."""
         return ()
 
-    def begin(self, rows: slice) -> None:
+    def begin(self, rows: Rows) -> None:
         """Start new texts in these rows; ``prefill`` follows with their prompts."""
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         """Read a chunk of the prompts that begin in ``rows``: ``tokens [b, T]`` int64 from position ``start`` on, and
         their features ``[b, T, F]``. Shorter prompts are padded; each row's true length is known at the first
         ``propose``."""

@@ -190,11 +190,17 @@ class Step:
 
     @no_step()
     def begin(
-        self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], clock: Clock | None = None
+        self,
+        numbers: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        clock: Clock | None = None,
     ) -> list[int]:
-        """Prefill new texts into neighbouring rows, in chunks, padded on the right; later steps overwrite the padding.
-        Returns each row's first token; −1 where the target's logits are not finite."""
+        """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
+        of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
         device, cache = self.target.device, self.cache
+        adjacent = numbers[-1] - numbers[0] < len(numbers)
+        rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
         self.verifier.begin(rows, prompts, samplings)
         self.drafter.begin(rows)
         if self.budget:
@@ -203,17 +209,17 @@ class Step:
         longest = max(map(len, prompts))
         padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         feature = self.state.feature[rows]
-        cache.window = None if len(prompts) == self.rows else rows
         for start in range(0, longest, PREFILL_CHUNK):
             tokens = padded[:, start : start + PREFILL_CHUNK]
             count = tokens.shape[1]
-            features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
+            with cache.only(rows, start + count):
+                features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
             self.drafter.prefill(features, tokens, start, rows)
             last = lengths - 1 - start  # of each prompt, within this chunk
             at_last = last.clamp(0, count - 1)[:, None, None].expand(-1, 1, features.shape[2])
             ends_here = (last >= 0) & (last < count)
-            feature.copy_(torch.where(ends_here[:, None], features.gather(1, at_last).squeeze(1), feature))
-        cache.window = None
+            feature = torch.where(ends_here[:, None], features.gather(1, at_last).squeeze(1), feature)
+        self.state.feature[rows] = feature
         cache.lengths[rows] = lengths
         logits = self.target.logits(feature[:, : self.target.hidden_size])
         self.state.root[rows] = self.verifier.first_tokens(logits, rows, lengths)

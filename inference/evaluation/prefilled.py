@@ -41,7 +41,7 @@ class Prefilled:
         self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + ROOM, drafter)
         self.plain = Step(target, drafter, "greedy", self.rows, self.capacity, static=static_by_default(target))
         began = time.perf_counter()
-        self.plain.begin(slice(0, self.rows), texts, [Sampling()] * self.rows)
+        self.plain.begin(range(0, self.rows), texts, [Sampling()] * self.rows)
         self.prefill_seconds = time.perf_counter() - began
         state = self.plain.state
         self.kept = [each.clone() for each in (state.root, state.feature, self.plain.cache.lengths)]

@@ -73,6 +73,14 @@ class Sampling:
         return self.temperature < MIN_TEMPERATURE
 
 
+Rows = slice | Tensor  # of a batch: neighbouring ones, or their numbers [b] int64 on the device
+
+
+def row_numbers(rows: Rows) -> list[int]:
+    """The numbers of some rows of a batch."""
+    return rows.tolist() if isinstance(rows, Tensor) else [*range(rows.start, rows.stop)]
+
+
 class Settings:
     """Sampling parameters of a batch as tensors ``[B]`` on a device, with flags on the host of those in use.
 
@@ -99,7 +107,7 @@ class Settings:
         self.uses_penalty |= s.repetition_penalty != 1
 
     def clear_usage(self) -> None:
-        """Clear the usage flags; :meth:`set_row` sets them again."""
+        """Clear the usage flags; :meth:`set_rows` sets them again."""
         self.uses_greedy = self.uses_top = self.uses_min_p = self.uses_penalty = False
 
     @property
@@ -112,14 +120,16 @@ class Settings:
         """Usage flags, which determine the operations of :func:`sampling_distribution` and :class:`Noise`."""
         return self.uses_greedy, self.uses_top, self.uses_min_p, self.uses_penalty
 
-    def set_row(self, row: int, s: Sampling) -> None:
-        """Set the parameters of one row in place."""
-        self._mark_used(s)
-        self._floats[row] = torch.tensor(_floats(s), dtype=torch.float32)
-        self._integers[row] = torch.tensor(_integers(s), dtype=torch.int64)
+    def set_rows(self, rows: Rows, samplings: Sequence[Sampling]) -> None:
+        """Set the parameters of some rows in place."""
+        for sampling in samplings:
+            self._mark_used(sampling)
+        device = self._floats.device
+        self._floats[rows] = torch.tensor([_floats(s) for s in samplings], dtype=torch.float32, device=device)
+        self._integers[rows] = torch.tensor([_integers(s) for s in samplings], dtype=torch.int64, device=device)
 
-    def __getitem__(self, rows: slice) -> "Settings":
-        """The parameters of some of the rows (views)."""
+    def __getitem__(self, rows: Rows) -> "Settings":
+        """The parameters of some of the rows (views of neighbouring ones)."""
         part = copy(self)
         part._floats, part._integers = self._floats[rows], self._integers[rows]
         part._name_columns()

@@ -22,7 +22,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from draftsmith.inference.verify.sampling import Noise, Sampling, Settings, penalised, sampling_distribution
+from draftsmith.inference.verify.sampling import (
+    Noise,
+    Rows,
+    Sampling,
+    Settings,
+    penalised,
+    row_numbers,
+    sampling_distribution,
+)
 from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
 from draftsmith.kernels import verify as kernels
 from draftsmith.kernels.accept_greedy import accepted_path
@@ -121,19 +129,18 @@ class Verifier:
         self.step = torch.zeros(rows, dtype=torch.int64, device=target.device)
         self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, from the first repetition penalty on
 
-    def begin(self, rows: slice, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
+    def begin(self, rows: Rows, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
         """Start new texts in these rows."""
         if self.mode == "greedy":
             return
         self.step[rows] = 0
-        for row, sampling in enumerate(samplings, rows.start):
-            self.settings.set_row(row, sampling)
+        self.settings.set_rows(rows, samplings)
         if self.settings.uses_penalty:
             shape, device = (len(self.step), self.target.vocab_size), self.target.device
             if self.seen is None:  # texts that began before have no penalty and do not need it
                 self.seen = torch.zeros(shape, dtype=torch.uint8, device=device)
             self.seen[rows] = 0
-            for row, prompt in enumerate(prompts, rows.start):
+            for row, prompt in zip(row_numbers(rows), prompts, strict=True):
                 self.seen[row, torch.tensor(list(prompt), device=device)] = 1
 
     @property
@@ -141,7 +148,7 @@ class Verifier:
         """Everything in the verifier on which the operations of a step depend."""
         return () if self.mode == "greedy" else self.settings.uses
 
-    def first_tokens(self, logits: Tensor, rows: slice, lengths: Tensor) -> Tensor:
+    def first_tokens(self, logits: Tensor, rows: Rows, lengths: Tensor) -> Tensor:
         """Tokens ``[b]`` after the prompts of ``lengths [b]`` int64, from ``logits [b, V]``; −1 where these are NaN or
         +∞, or all −∞."""
         if self.mode == "greedy":

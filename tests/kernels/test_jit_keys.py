@@ -100,10 +100,10 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
         step = make_step(target, drafter, "greedy", 8)
         for length in (*range(1, 35), *range(50, PREFILL_CHUNK, 21), 512, 513, 700):  # as requests come
             texts = chosen.choice((1, 1, 1, 2, 3, 8))
-            step.begin(slice(0, texts), [[1] * length] * texts, [Sampling()] * texts)
+            step.begin(range(0, texts), [[1] * length] * texts, [Sampling()] * texts)
         for rows in range(1, 9):
             step = make_step(target, drafter, "greedy", rows)
-            step.begin(slice(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
+            step.begin(range(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
             sizes = [0]
             if drafts == "medusa":
                 assert step.sizes is not None and len(step.sizes.counts) == 64
@@ -113,7 +113,7 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
                 step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
                 step = make_step(target, drafter, sampling_mode, rows)
-                step.begin(slice(0, rows), [[1] * 5] * rows, samplings * rows)
+                step.begin(range(0, rows), [[1] * 5] * rows, samplings * rows)
                 step.state.root.zero_()
                 step.run()
     number = sum(map(len, keys.values()))

@@ -427,17 +427,17 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
     step = Step(target, drafter, mode, 3, capacity, static=True)
     with torch.inference_mode(), engine_attention([target, *drafter.models]):
         step.reset()
-        step.begin(slice(0, 2), prompts[:2], samplings[:2])
+        step.begin(range(0, 2), prompts[:2], samplings[:2])
         active = [0, 1]
         for number in range(10):
             if number == 3:
-                step.begin(slice(2, 3), prompts[2:], samplings[2:])
+                step.begin(range(2, 3), prompts[2:], samplings[2:])
                 active = [0, 1, 2]
             if number == 6:  # an ended row runs on for a step
                 step.end(0)
                 active = [1, 2]
             if number == 7:
-                step.begin(slice(0, 1), prompts[1:2], samplings[1:2])
+                step.begin(range(0, 1), prompts[1:2], samplings[1:2])
                 active = [0, 1, 2]
             if number in warm_up:
                 buffers = step.buffers()
@@ -621,7 +621,7 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
         step = Step(target, drafter, mode, 2, 128, static=static)
         with torch.inference_mode(), engine_attention([target, *drafter.models]):
             step.reset()
-            step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
+            step.begin(range(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
             if static and drafter.static:
                 for size in (0, *step.sizes.counts[:-1]) if step.sizes else (0,):
                     step.size = size

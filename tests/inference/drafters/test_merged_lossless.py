@@ -197,7 +197,7 @@ def test_ssms_propose_on_streams(make_target, device, mode):
         committed = []
         with torch.inference_mode(), engine_attention([target, *merged.models]), on_device(device):
             step.reset()
-            step.begin(slice(0, 2), [[3, 1, 4], [1, 4]], [Sampling(seed=1), Sampling(seed=2)])
+            step.begin(range(0, 2), [[3, 1, 4], [1, 4]], [Sampling(seed=1), Sampling(seed=2)])
             for _ in range(8):
                 if device.type == "cuda":
                     torch.cuda._sleep(2_000_000)  # the roots are written late

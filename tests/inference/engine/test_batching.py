@@ -163,7 +163,7 @@ def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
     for static in (True, False):
         step = Step(target, drafter, mode, 2, 64, static=static)
         with torch.inference_mode(), target.attention(ATTENTION):
-            step.begin(slice(0, 2), PROMPTS[:2], [sampling, Sampling(temperature=0)])
+            step.begin(range(0, 2), PROMPTS[:2], [sampling, Sampling(temperature=0)])
             if static:
                 simulate_capture(step)
             else:

@@ -130,7 +130,7 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
         step = Step(target, drafter, "greedy", rows, 96, static=True)
         with torch.inference_mode(), engine_attention([target]):
             step.reset()
-            step.begin(slice(0, rows), [[5, 7, 11, 13, 2]] * rows, [Sampling()] * rows)
+            step.begin(range(0, rows), [[5, 7, 11, 13, 2]] * rows, [Sampling()] * rows)
             assert asked and not any(measured for _, measured in asked), "a prompt is no step"
             asked.clear()
             step.size = 12
@@ -199,7 +199,7 @@ def begun(target: Target, drafter: Drafter, mode: Mode) -> Iterator[Step]:
     step = Step(target, drafter, mode, 2, 96, static=True)
     with torch.inference_mode(), engine_attention([target, *drafter.models]):
         step.reset()
-        step.begin(slice(0, 2), [[5, 7, 5, 7, 11, 5, 7], [9, 9]], [PENALISED, Sampling(temperature=0.8, seed=2)])
+        step.begin(range(0, 2), [[5, 7, 5, 7, 11, 5, 7], [9, 9]], [PENALISED, Sampling(temperature=0.8, seed=2)])
         yield step
 
 

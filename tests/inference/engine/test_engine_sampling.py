@@ -10,7 +10,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.evaluation.lossless import check_distribution
 from draftsmith.inference.verify import verify as modes
-from draftsmith.inference.verify.sampling import Sampling, Settings
+from draftsmith.inference.verify.sampling import Rows, Sampling, Settings
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.inference.verify.verify import Verdict
 
@@ -94,8 +94,12 @@ def test_check_distribution_uses_the_given_parameters(decoder, monkeypatch, para
     """An engine that ignores a parameter fails with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
     assert check_distribution(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
-    set_row = Settings.set_row
-    monkeypatch.setattr(Settings, "set_row", lambda self, row, s: set_row(self, row, Sampling(seed=s.seed)))
+    set_rows = Settings.set_rows
+
+    def ignoring(self: Settings, rows: Rows, samplings: list[Sampling]) -> None:
+        set_rows(self, rows, [Sampling(seed=sampling.seed) for sampling in samplings])
+
+    monkeypatch.setattr(Settings, "set_rows", ignoring)
     assert not check_distribution(decoder, prompts, Sampling(**parameters), 256).passed
     assert check_distribution(decoder, prompts, Sampling(), 256).passed
 

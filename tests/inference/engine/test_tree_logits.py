@@ -78,9 +78,8 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, 
         cache = KVCache(target, 2, 150)
         both = Runner(target, cache)
         for row, prefix in enumerate(prefixes):
-            cache.window = slice(row, row + 1)
-            both.forward_chunk(torch.tensor([prefix]), 0)
-        cache.window = None
+            with cache.only(slice(row, row + 1), len(prefix)):
+                both.forward_chunk(torch.tensor([prefix]), 0)
         cache.lengths.copy_(torch.tensor([13, 70]))
         for size in (4, 5, 8, 9, 16, 17, 31, 32, 33, 64):
             parent = [-1] + [rng.randrange(max(0, node - 9), node) for node in range(1, size)]

@@ -108,14 +108,14 @@ def test_each_row_its_own_settings():
     assert tied[0, 0].tolist() == [0, 0.5, 0.5, 0], "tokens that tie at the cut-off are kept"
 
 
-def test_set_row_equals_fresh_settings():
+@pytest.mark.parametrize("rows", [slice(0, 3), torch.tensor([0, 1, 2])], ids=["slice", "numbers"])
+def test_set_rows_equals_fresh_settings(rows):
     each = [
         Sampling(temperature=0.3, top_k=7, top_p=0.4, min_p=0.2, repetition_penalty=1.7, seed=1 << 61, epsilon=0.5),
         Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40, delta=0.75),
     ]
     fresh, refilled = Settings([*each, Sampling()], CPU), Settings([each[1], Sampling(min_p=0.9), each[0]], CPU)
-    for row, sampling in enumerate([*each, Sampling()]):
-        refilled.set_row(row, sampling)
+    refilled.set_rows(rows, [*each, Sampling()])
     for settings in (refilled, refilled[0:3]):
         for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "epsilon", "delta"):
             assert torch.equal(getattr(settings, name), getattr(fresh, name)), name

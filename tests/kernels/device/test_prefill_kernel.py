@@ -14,7 +14,8 @@ SIZES = {True: ([70, 30], 66), False: ([23, 11], 18)}  # of prompts, of chunks; 
 
 
 def prefill(target, lean, kernel, large):
-    """Hidden states and a captured layer ``[2, T, 2 · d]`` of ragged prompts in rows 1 and 2 of three, by chunks."""
+    """Hidden states and a captured layer ``[2, T, 2 · d]`` of ragged prompts in two rows of three, by chunks: in
+    neighbours, or in others if ``large``."""
     lengths, size = SIZES[large]
     longest = max(lengths)
     cache = KVCache(target, 3, longest + 5)
@@ -23,19 +24,20 @@ def prefill(target, lean, kernel, large):
     runner = Runner(target, cache, lean=lean)
     assert (runner.lean is not None) == lean and runner.kernel
     runner.kernel = kernel
+    rows, other = (torch.tensor([0, 2], device=target.device), 1) if large else (slice(1, 3), 0)
     tokens = torch.randint(61, (2, longest), generator=torch.Generator().manual_seed(1))
     for row, length in enumerate(lengths):
         tokens[row, length:] = 0
-    cache.window = slice(1, 3)
     chunks = []
     with torch.inference_mode(), engine_attention([target]):
         for start in range(0, longest, size):
             chunk = tokens[:, start : start + size].to(target.device)
-            hidden, captured = runner.forward_chunk(chunk, start, [1])
+            with cache.only(rows, start + chunk.shape[1]):
+                hidden, captured = runner.forward_chunk(chunk, start, [1])
             chunks.append(torch.cat([hidden, *captured], -1))
     for storage in cache._storages:
-        assert storage[:, :, 0].isnan().all() and storage[..., longest:, :].isnan().all(), "other rows and slots"
-        assert not storage[:, :, 1:, :, :longest].isnan().any()
+        assert storage[:, :, other].isnan().all() and storage[..., longest:, :].isnan().all(), "other rows and slots"
+        assert not storage[:, :, rows, :, :longest].isnan().any()
     return torch.cat(chunks, 1).double().cpu()
 
 
