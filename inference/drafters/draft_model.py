@@ -40,10 +40,12 @@ from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 def check_vocabulary(model: Target, target: Target) -> None:
     """Raise a ValueError unless a draft model's tokenizer has the target's vocabulary, or one of them has no
-    tokenizer."""
+    tokenizer. Fillers of a padded vocabulary do not count, which a GGUF file names by their ids ([PAD151665])."""
     if model.tokenizer is None or target.tokenizer is None or model.tokenizer is target.tokenizer:
         return
-    ids, target_ids = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    ids, target_ids = (
+        {token: id for token, id in lm.tokenizer.get_vocab().items() if token != f"[PAD{id}]"} for lm in (model, target)
+    )
     if ids == target_ids:
         return
     token = min((token for token in ids.keys() | target_ids.keys() if ids.get(token) != target_ids.get(token)), key=str)

@@ -17,18 +17,29 @@ SHIPPED = {
         (
             "train/distill.py",
             "DistillRecipe",
-            "llama3-70b-distill smollm2-distill tiny-distill vicuna33b-distill zephyr7b-distill",
+            "llama3-70b-distill qwen2.5-coder-0.5b-distill qwen2.5-coder-1.5b-distill smollm2-distill tiny-distill "
+            "vicuna33b-distill zephyr7b-distill",
         ),
         ("train/lm.py", "LmRecipe", "tiny-draft tiny-lm"),
         (
             "train/medusa.py",
             "MedusaRecipe",
-            "llama3-70b-zero3 llama3-8b qwen3-8b smollm2-medusa smollm2-medusa2 tiny-medusa tiny-medusa2 vicuna7b "
+            "llama3-70b-zero3 llama3-8b qwen2.5-coder-0.5b-medusa qwen2.5-coder-1.5b-medusa qwen3-8b "
+            "smollm2-medusa smollm2-medusa2 tiny-medusa tiny-medusa2 vicuna7b "
             "vicuna33b-self-distill zephyr7b-self-distill",
         ),
         ("train/ssm.py", "SsmRecipe", "tiny-ssm smollm2-ssm llama7b-68m-ssm"),
-        ("train/eagle.py", "EagleRecipe", "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen3-8b-eagle3"),
-        ("train/dynaspec.py", "DynaspecRecipe", "tiny-dynaspec smollm2-dynaspec llama3-8b-dynaspec qwen2-7b-dynaspec"),
+        (
+            "train/eagle.py",
+            "EagleRecipe",
+            "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen2.5-coder-0.5b-eagle3 "
+            "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3",
+        ),
+        (
+            "train/dynaspec.py",
+            "DynaspecRecipe",
+            "tiny-dynaspec smollm2-dynaspec llama3-8b-dynaspec qwen2-7b-dynaspec qwen2.5-coder-0.5b-dynaspec",
+        ),
     )
     for name in names.split()
 }

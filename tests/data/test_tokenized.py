@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
@@ -245,3 +246,11 @@ def test_templates(tmp_path):
 def test_invalid_sources(fields, message):
     with pytest.raises(ValueError, match=message):
         Source.model_validate(fields)
+
+
+@pytest.mark.parametrize("name, cut, rows", [("coder-train", 943, 4723), ("coder-held-out", 63, 254)])
+def test_committed_answers_say_how_they_ended(name, cut, rows):
+    """Without it, the end token would be supervised after answers that were cut, a fifth of them."""
+    table = pyarrow.parquet.read_table(ROOT / f"data/{name}.parquet").to_pylist()
+    assert [len(row["finish_reason"]) for row in table] == [1] * rows
+    assert sum(row["finish_reason"] == ["length"] for row in table) == cut

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import miniatures
+import pyarrow.parquet
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -115,8 +116,9 @@ def train(world: World, name: str, *overrides: str, launched: bool = False) -> s
     return succeed(world.python(*words[script:], *more))
 
 
-def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors",)) -> None:
-    """Calibration, decoding, and decoding of what was uploaded. ``weights``: all of the drafter's files of weights."""
+def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors",), target: str | None = None) -> None:
+    """Calibration, decoding, and decoding of what was uploaded. ``weights``: all of the drafter's files of weights;
+    ``target``: None is the recipe's own."""
     run = world.root / "runs" / name
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert any("loss" in line for line in lines)
@@ -133,7 +135,7 @@ def finish(world: World, name: str, weights: Sequence[str] = ("model.safetensors
         succeed(world.python("inference/decode.py", *words, "--check-lossless", "--report", str(report)))
         found = json.loads((report / "report.json").read_text())
         assert found["lossless"]["passed"] and found["lossless"]["identical"] == found["prompts"] == 1
-        assert found["target"] == yaml.safe_load(RECIPES[name].read_text())["target"]["name"]
+        assert found["target"] == (target or yaml.safe_load(RECIPES[name].read_text())["target"]["name"])
 
 
 def supervised(world: World, name: str, target: str) -> list[list[str]]:
@@ -182,11 +184,20 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 29
+    assert len(RECIPES) == 36
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
+    instead = {name: hub_id(name) for name in RECIPES if "target.name=" in RECIPES[name].read_text()}
+    assert set(instead) - {"qwen2-7b-dynaspec"} == {name for name in RECIPES if name.startswith("qwen2.5-coder-")}
+    named |= set(instead.values())
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
-    tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text())))]
-    assert len(tested) == 14 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text()))) or name in instead]
+    assert len(tested) == 21 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+
+
+def hub_id(name: str) -> str:
+    """The target on the Hub that a recipe's comment names."""
+    (found,) = set(re.findall(r"^#.*\btarget\.name=(\S+)", RECIPES[name].read_text(encoding="utf-8"), re.MULTILINE))
+    return found
 
 
 def _named(recipe: dict[str, Any]) -> Iterator[str]:
@@ -413,6 +424,72 @@ def test_dynaspec(world, stem, target):
     finish(world, name, ["model.safetensors", "drafter/model.safetensors"])
     config = json.loads((world.root / "runs" / name / "config.json").read_text())
     assert config["outputs"] == config["vocab_size"], "all tokens"
+
+
+CODER = ["drafter.draft_vocab_size=200"]
+COMMITTED = ["data.train.0.limit=60", "data.validation.0.limit=24"]  # of the answers in data/
+FEW_SEEDS = ["data.seeds.0.limit=8", "data.written=0"]  # a random target writes no message that could be used
+
+
+@pytest.fixture(scope="module")
+def coder_eagle3(world: World) -> str:
+    """The target's Hub id, after the EAGLE-3 recipe for it was run."""
+    target = hub_id("qwen2.5-coder-0.5b-eagle3")
+    train(world, "qwen2.5-coder-0.5b-eagle3", f"target.name={target}", *CODER, *COMMITTED, "drafter.unroll=2")
+    return target
+
+
+def test_coder_eagle3(world, coder_eagle3):
+    """A recipe for the folder of `make coder` takes its target from the Hub by one field. What is supervised of the
+    committed answers is the answers."""
+    name = "qwen2.5-coder-0.5b-eagle3"
+    check_requests(world, coder_eagle3)
+    config = json.loads((world.root / "runs" / name / "config.json").read_text())
+    assert config["fc_norm"] and config["norm_output"]
+    rows = supervised(world, name, coder_eagle3)
+    committed = pyarrow.parquet.read_table(ROOT / "data/coder-held-out.parquet").to_pylist()[:24]
+    for answers, chat in zip(rows, committed, strict=True):  # a long question leaves none of its answer, here
+        assert all(chat["messages"][1]["content"].startswith(text.rstrip("\ufffd")) for text in answers)
+    assert sum(map(len, rows)) > 12 and max(map(len, rows)) == 1
+    finish(world, name, target=coder_eagle3)
+
+
+def test_coder_medusa(world):
+    name = "qwen2.5-coder-0.5b-medusa"
+    target = hub_id(name)
+    train(world, name, f"target.name={target}", *CODER, *COMMITTED)
+    finish(world, name, target=target)
+
+
+def test_coder_dynaspec(world, coder_eagle3):
+    """On the EAGLE-3 drafter, whose draft vocabulary is dropped."""
+    name = "qwen2.5-coder-0.5b-dynaspec"
+    sizes = ["drafter.num_clusters=8", "drafter.router_width=16", "drafter.positions=400"]
+    train(world, name, f"target.name={hub_id(name)}", *COMMITTED, *sizes)
+    finish(world, name, ["model.safetensors", "drafter/model.safetensors"], coder_eagle3)
+    config = json.loads((world.root / "runs" / name / "config.json").read_text())
+    assert config["outputs"] == config["vocab_size"], "all tokens"
+
+
+def test_coder_distillation(world):
+    """Both recipes for answers; the 1.5B's two drafters on such, by the commands in their comments."""
+    target = hub_id("qwen2.5-coder-1.5b-distill")
+    for name in ("qwen2.5-coder-0.5b-distill", "qwen2.5-coder-1.5b-distill"):
+        words = [*first_line(name)[1:], f"target.name={hub_id(name)}", *ANSWERS, *FEW_SEEDS, "data.seeds.1.limit=8"]
+        succeed(world.python(*words))
+        chats = shards(world, name)
+        assert len(chats) == 16 and all([m["role"] for m in chat] == ["user", "assistant"] for chat in chats)
+    commands = [held_out_command(f"qwen2.5-coder-1.5b-{family}") for family in ("medusa", "eagle3")]
+    assert commands[0] == commands[1]
+    succeed(world.python(*commands[0], f"target.name={target}", *ANSWERS, *FEW_SEEDS))
+    for family, more in (("medusa", []), ("eagle3", ["drafter.unroll=2"])):
+        name = f"qwen2.5-coder-1.5b-{family}"
+        train(world, name, f"target.name={target}", *CODER, *more)
+        check_requests(world, target)
+        assert supervised(world, name, target) == [
+            [chat[-1]["content"].strip()] for chat in shards(world, "qwen2.5-coder-1.5b-held-out")
+        ]
+        finish(world, name, target=target)
 
 
 def test_llama7b_68m_ssm(world):

@@ -422,6 +422,33 @@ def test_different_vocabularies_are_rejected(tiny_lm):
         check_vocabulary(model, target)
 
 
+def test_fillers_of_a_padded_vocabulary(tiny_lm):
+    """A target from a GGUF file and a draft model from the Hub, or the other way round."""
+    target, model = load_target(str(tiny_lm)), load_target(str(tiny_lm))
+    padded = other_tokenizer(target, lambda vocabulary: vocabulary)
+    first = len(padded)
+    padded.add_tokens([f"[PAD{first + n}]" for n in range(3)])
+    assert len(padded) == first + 3
+    model.tokenizer = padded
+    check_vocabulary(model, target)
+    check_vocabulary(target, model)
+    padded.add_tokens(["[PAD7]"])  # no filler of its place
+    with pytest.raises(ValueError, match=rf"token '\[PAD7\]' is id {first + 3} in one and is missing in the other"):
+        check_vocabulary(model, target)
+
+
+def test_a_smaller_model_of_the_family(make_target):
+    """Qwen2 in two sizes with one tokenizer: another width, depth and number of heads, a tied LM head, and a vocabulary
+    that is padded further. The texts are those of plain decoding."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1}
+    small = make_target("qwen2", **sizes, tie_word_embeddings=True, vocab_size=68)
+    target = make_target("qwen2")
+    for static in (False, True):
+        drafter = Checked(small, target, [6, 2])
+        serve(target, drafter, static=static)
+        occurs(drafter.seen[0] and drafter.seen[1], f"{drafter.seen}")
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
