@@ -70,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
     parser.add_argument(
-        "--seconds", type=float, default=45, help="time that it may take once the target is loaded (default 45)"
+        "--seconds",
+        type=float,
+        default=45,
+        help="time for ranks and timed steps once the target is loaded (default 45); setting up decoders comes on top, "
+        "about as long at most",
     )
     target_options(parser)
     return parser
@@ -90,7 +94,7 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, read_named
-from draftsmith.inference.drafters.ranks import best_trees, head_facts, simulate_ensemble
+from draftsmith.inference.drafters.ranks import best_nodes, head_facts, simulate_ensemble, trees_of
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.costs import StepCosts, step_costs
@@ -182,12 +186,13 @@ def trees_by_size(
     if step_time is not None:
         depths = [*(depth for depth in DEPTHS if depth < deepest), deepest]
         limits = list(itertools.product(range(1, count + 1), depths))
+    orders = [best_nodes(ranks[:, :, :used, :depth], max(sizes)) for used, depth in limits]
     found: list[Trees] = []
     cost_before = 0.0
     for size in sizes:
         options: list[tuple[float, float, Trees]] = []  # speed, cost, trees
-        for used, depth in limits:
-            trees = (*best_trees(ranks[:, :, :used, :depth], size), *[Topology(())] * (count - used))
+        for nodes in orders:
+            trees = trees_of(nodes[: size - 1], count)
             if nodes_of(trees) == 1:  # never right on this text; yet a drafter has a path
                 trees = (Topology(((0,),)), *trees[1:])
             tau, cost = (1.0, 1.0) if step_time is None else (simulate_ensemble(trees, ranks), step_time(trees))

@@ -454,7 +454,7 @@ def test_without_time_the_estimate_chooses(calibrated, heads_folder, monkeypatch
 
 
 def ranks_of_chains(count=400):
-    """``[1, T, 1, K]``: each next token is right with probability 0.6, rank 1 with 0.05, by four passes of a drafter."""
+    """``[1, T, 1, K]``: each next token is right with probability 0.6, rank 1 with 0.05."""
     draws = torch.rand(1, count, 1, 4)
     return torch.where(draws < 0.6, 0, torch.where(draws < 0.65, 1, MAX_RANK))
 
@@ -579,7 +579,9 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
 
 
 def test_heads_too_weak_for_a_tree(calibrated, heads_folder, monkeypatch):
-    monkeypatch.setattr(calibrate, "race", lambda run, taus, *_: Costs([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus)))
+    monkeypatch.setattr(
+        calibrate, "race", lambda run, taus, *_: Costs([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus))
+    )
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
     tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
     assert "plain decoding is faster here" in out and tree["calibration"]["chosen_by"] == "timed"
