@@ -12,6 +12,12 @@ and the depth with most E[tokens] / estimated time are taken. Both are measured 
 allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes that fall
 behind are timed no further.
 
+Chains compete with the trees. The candidates are set up (decoders, first steps, CUDA graphs), the ones with most
+E[tokens] / estimated time first, as many as can be set up in about the time given and then be timed twice with each in
+the rest of it; setting up does not count as timing. If there was no time for two rounds, or for more than one of the
+candidates, the estimate chooses: E[tokens] / step time by the target's step costs (inference/engine/costs.py). The
+last lines, and `chosen_by` in tree.json, say which it was.
+
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
 that, and then decodes.
@@ -26,15 +32,16 @@ Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an e
 # ruff: noqa: E402
 
 import argparse
+import gc
 import itertools
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
@@ -63,7 +70,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="answer length with --prompts")
     parser.add_argument(
-        "--seconds", type=float, default=45, help="time that it may take once the target is loaded (default 45)"
+        "--seconds",
+        type=float,
+        default=45,
+        help="time for ranks and timed steps once the target is loaded (default 45); setting up decoders comes on top, "
+        "about as long at most",
     )
     target_options(parser)
     return parser
@@ -83,9 +94,10 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, read_named
-from draftsmith.inference.drafters.ranks import best_trees, head_facts, simulate_ensemble
+from draftsmith.inference.drafters.ranks import best_nodes, head_facts, simulate_ensemble, trees_of
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.engine.costs import step_costs
+from draftsmith.inference.engine.cache import free_bytes
+from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import find_lean
@@ -99,7 +111,10 @@ SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
 SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
 RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
-DYNAMIC = 0.3  # share of the time in which dynamic trees are compared
+DYNAMIC = 0.3  # share of the time, and of that for setting up, in which dynamic trees are compared
+WORTH = 0.6  # share of the best estimated speed below which a candidate is not set up
+MIN_ROUNDS = TIMED_PROMPTS  # of each candidate: fewer do not choose
+GRACE = 1.5  # times the time for timing, which the first rounds may take
 COMPARED_PROMPTS, COMPARED_TOKENS = 32, 48  # at most; tokens of each
 MAX_ROWS = 16  # per batch
 TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
@@ -171,12 +186,13 @@ def trees_by_size(
     if step_time is not None:
         depths = [*(depth for depth in DEPTHS if depth < deepest), deepest]
         limits = list(itertools.product(range(1, count + 1), depths))
+    orders = [best_nodes(ranks[:, :, :used, :depth], max(sizes)) for used, depth in limits]
     found: list[Trees] = []
     cost_before = 0.0
     for size in sizes:
         options: list[tuple[float, float, Trees]] = []  # speed, cost, trees
-        for used, depth in limits:
-            trees = (*best_trees(ranks[:, :, :used, :depth], size), *[Topology(())] * (count - used))
+        for nodes in orders:
+            trees = trees_of(nodes[: size - 1], count)
             if nodes_of(trees) == 1:  # never right on this text; yet a drafter has a path
                 trees = (Topology(((0,),)), *trees[1:])
             tau, cost = (1.0, 1.0) if step_time is None else (simulate_ensemble(trees, ranks), step_time(trees))
@@ -191,36 +207,216 @@ def trees_by_size(
     return found
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """Trees that may be the fastest: expected τ, and the estimated time of their step in plain steps.
+
+    levels: of each drafter's tree, where each of them takes a forward pass.
+    """
+
+    trees: Trees
+    tau: float
+    cost: float
+    levels: tuple[int, ...]
+
+    @property
+    def speed(self) -> float:
+        return self.tau / self.cost
+
+    def contained_in(self, other: "Candidate") -> bool:
+        """Whether its steps cannot cost more than the other's."""
+        levels = zip(self.levels, other.levels, strict=True)
+        return nodes_of(self.trees) <= nodes_of(other.trees) and all(one <= more for one, more in levels)
+
+
+def candidates_of(
+    ranks: Tensor, sizes: Sequence[int], costs: StepCosts, step_time: Callable[[Trees], float] | None, chains: bool
+) -> list[Candidate]:
+    """The best trees of each size, and the ``chains`` of each depth, without those that another one surpasses in τ at
+    no higher cost; the fewest nodes first. ``step_time``: as :func:`trees_by_size`; without it, a step costs what the
+    target's step with that many nodes does."""
+    count, deepest = ranks.shape[2:]
+    pool = trees_by_size(ranks, sizes, step_time)
+    if chains:
+        every = itertools.product(range(1, count + 1), range(1, deepest + 1))
+        pool += [(*[chain(depth)] * used, *[Topology(())] * (count - used)) for used, depth in every]
+    found: list[Candidate] = []
+    for trees in pool:
+        cost = costs.relative(nodes_of(trees)) if step_time is None else step_time(trees)
+        levels = () if step_time is None else tuple(tree.max_depth for tree in trees)
+        found.append(Candidate(trees, simulate_ensemble(trees, ranks), cost, levels))
+    kept: list[Candidate] = []
+    for each in sorted(found, key=lambda one: (-one.tau, nodes_of(one.trees), one.cost)):
+        if not any(other.contained_in(each) for other in kept):
+            kept.append(each)
+    return sorted(kept, key=lambda one: (nodes_of(one.trees), one.cost))
+
+
+def in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are worth setting up: the one with the highest estimated speed, the best of the chains, then
+    by estimated speed."""
+    ranked = sorted(candidates, key=lambda each: (-each.speed, nodes_of(each.trees)))
+    worth = [each for each in ranked if each.speed >= WORTH * ranked[0].speed]
+    chains = [each for each in worth[1:] if all(tree == chain(tree.max_depth) for tree in each.trees)]
+    return [worth[0], *chains[:1], *(each for each in worth[1:] if each not in chains[:1])]
+
+
+class Watch:
+    """Time of a part of the calibration, of which setting up is counted by itself.
+
+    Args:
+        seconds: that it may take.
+        set_up_seconds: that setting up may take, in addition.
+        show: called with a note for the progress bar.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        set_up_seconds: float = math.inf,
+        show: Callable[[str], None] = lambda note: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self.set_up_seconds, self.show, self.clock = seconds, set_up_seconds, show, clock
+        self.began, self.set_up = clock(), 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Without setting up."""
+        return self.clock() - self.began - self.set_up
+
+    def is_up(self, share: float = 1.0) -> bool:
+        self.show("")
+        return self.elapsed > share * self.seconds
+
+    @contextmanager
+    def setting_up(self, what: str) -> Iterator[None]:
+        self.show(f"setting up {what}")
+        since = self.clock()
+        try:
+            yield
+        finally:
+            self.set_up += self.clock() - since
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The trees chosen, the candidates they were chosen from, and what chose them: ``timed`` steps or the ``estimate``.
+
+    candidates: their number; ``choices`` has those that were timed or, if none was timed enough, all by the estimate.
+    """
+
+    choice: Choice
+    choices: list[Choice]
+    by: Literal["timed", "estimate"]
+    candidates: int
+    costs: Costs
+
+
 def choose(
     target: Target,
     calibration: Calibration,
     ranks: Tensor,
     prompts: Sequence[list[int]],
     sizes: Sequence[int],
-    time_is_up: Callable[[], bool],
+    watch: Watch,
     lean: bool | None = None,
-) -> tuple[list[Choice], Costs]:
-    """Time the best trees of each size on continuations of the prompts; returns those that were timed, with expected τ
-    and cost on this device. Arguments are those of :func:`trees_by_size` and :func:`race`."""
-    step_time = calibration.step_time and calibration.step_time(target, step_costs(target, lean))
-    trees = trees_by_size(ranks, sizes, step_time)
-    taus = [1.0, *(simulate_ensemble(of_size, ranks) for of_size in trees)]
+) -> Chosen:
+    """Time the best trees of each size, and chains if there are several sizes, on continuations of the prompts.
+
+    Decoders are set up until the time for that has passed, or as many as can be timed twice with each prompt in the
+    time of ``watch``. Where that is too short the estimate chooses, see :class:`Chosen`. ``ranks``, ``sizes``: as
+    :func:`trees_by_size`.
+    """
+    with watch.setting_up("step costs"):
+        known = step_costs(target, lean)
+        step_time = calibration.step_time and calibration.step_time(target, known)
+        candidates = candidates_of(ranks, sizes, known, step_time, chains=len(sizes) > 1)
+    watch.set_up_seconds += watch.set_up  # step costs are measured once on a machine
     prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
-    decoders: dict[int, SpeculativeDecoder] = {}
+    decoders: list[SpeculativeDecoder] = []
+    taus = [1.0]
+
+    def tokens(size: int) -> int:
+        return math.ceil(taus[size] * TIMED_TOKENS) + 1
+
+    def set_up(trees: Trees | None) -> None:
+        """Allocate, take the first steps and, on a GPU, capture them."""
+        drafter = calibration.build(target, *trees) if trees else None
+        decoders.append(_decoder(target, drafter, lean, prompts[0], tokens(len(decoders))))
+
+    with watch.setting_up("plain decoding"):
+        set_up(None)
+        since = time.perf_counter()
+        ends = _ends(decoders[0], prompts[0], tokens(0))
+        taken = time.perf_counter() - since
+    steps = min(taken, ends[-1] - ends[0])
+    prefill, ready = taken - steps, list[Candidate]()
+    two_rounds = MIN_ROUNDS * taken
+    memory, largest = free_bytes(target.device), 0
+    worth = in_order(candidates)
+    for each in worth:
+        two_rounds += MIN_ROUNDS * (prefill + steps * each.cost)
+        if watch.set_up > watch.set_up_seconds or watch.elapsed + two_rounds > watch.seconds:
+            break
+        if target.device.type == "cuda" and memory < 2 * largest:
+            break
+        with watch.setting_up(f"decoder {len(ready) + 1} of at most {len(worth)}"):
+            taus.append(each.tau)
+            set_up(each.trees)
+        ready.append(each)
+        left = free_bytes(target.device)
+        memory, largest = left, max(largest, memory - left)
+    costs = Costs([math.inf], 0, None, [0])
+    if ready:
+        costs, ready = _raced(decoders, ready, prompts, tokens, watch)
+    decoders.clear()
+    gc.collect()  # a cache and its layers refer to each other
+    timed = [(each, cost, runs) for each, cost, runs in zip(ready, costs.seconds[1:], costs.runs[1:], strict=True)]
+    enough = [runs >= MIN_ROUNDS for _, _, runs in timed]
+    if costs.rounds < MIN_ROUNDS or not any(enough):
+        estimated = [Choice(each.trees, each.tau, each.cost * known.plain_seconds, each.speed) for each in candidates]
+        best = max(estimated, key=lambda each: (each.speedup, -each.nodes))
+        return Chosen(best, estimated, "estimate", len(candidates), costs)
+    # Trees that contain others are never cheaper: if they were measured to be, the others' measurement was disturbed.
+    plain = costs.seconds[0]
+    choices, able = list[Choice](), list[Choice]()
+    for (each, cost, runs), often in zip(timed, enough, strict=True):
+        if runs:
+            seconds = min(cost, *(more for other, more, _ in timed if each.contained_in(other)))
+            choices.append(Choice(each.trees, each.tau, seconds, each.tau * plain / seconds))
+            able += choices[-1:] if often else []
+    by = "timed" if len(ready) > 1 or len(worth) == 1 else "estimate"
+    return Chosen(pick(able), choices, by, len(candidates), costs)
+
+
+def _raced(
+    decoders: list[SpeculativeDecoder],
+    ready: list[Candidate],
+    prompts: Sequence[list[int]],
+    tokens: Callable[[int], int],
+    watch: Watch,
+) -> tuple[Costs, list[Candidate]]:
+    """Time plain decoding, the first of the decoders, and those of the candidates that are ``ready``; returns their
+    costs, and the candidates in the order of these: the fewest nodes first."""
+    order = sorted(range(len(ready)), key=lambda at: (nodes_of(ready[at].trees), ready[at].cost))
+    sorted_ready, places = [ready[at] for at in order], [0, *(at + 1 for at in order)]
+    cheaper = [
+        [0, *(other for other, less in enumerate(sorted_ready[:place], 1) if less.contained_in(each))]
+        for place, each in enumerate(sorted_ready)
+    ]
+    rounds = 0
 
     def run(size: int, turn: int) -> list[float]:
-        prompt, count = prompts[turn % len(prompts)], math.ceil(taus[size] * TIMED_TOKENS) + 1
-        if size not in decoders:
-            drafter = calibration.build(target, *trees[size - 1]) if size else None
-            decoders[size] = _decoder(target, drafter, lean, prompt, count)
-        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[size], prompt, count))]
+        nonlocal rounds
+        rounds += size == 0
+        prompt, place = prompts[turn % len(prompts)], places[size]
+        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[place], prompt, tokens(place)))]
 
-    costs = race(run, taus, time_is_up)
-    plain, *measured = costs.seconds
-    # A larger tree is never cheaper: if it was measured to be, the smaller one's measurement was disturbed.
-    seconds = list(itertools.accumulate(reversed(measured), min))[::-1]
-    timed = [each for each in zip(trees, taus[1:], seconds, measured, strict=True) if each[3] < math.inf]
-    return [Choice(of_size, tau, cost, tau * plain / cost) for of_size, tau, cost, _ in timed], costs
+    def time_is_up() -> bool:
+        return watch.is_up(GRACE if rounds <= MIN_ROUNDS else 1.0)
+
+    return race(run, [1.0, *(each.tau for each in sorted_ready)], time_is_up, [[], *cheaper]), sorted_ready
 
 
 @dataclass(frozen=True)
@@ -233,26 +429,38 @@ class Compared:
 
 
 def compare(
-    target: Target,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[list[int]],
-    time_is_up: Callable[[], bool],
-    lean: bool | None = None,
+    target: Target, drafters: Sequence[Drafter], prompts: Sequence[list[int]], watch: Watch, lean: bool | None = None
 ) -> list[Compared]:
-    """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn. ``drafters``:
-    with the fixed tree, then with each of :data:`SHAPES`; ``time_is_up``: called before each prompt but the first."""
-    longest = max(prompts, key=len)
-    decoders = [_decoder(target, drafter, lean, longest, COMPARED_TOKENS) for drafter in drafters]
-    seconds, steps, tokens = [0.0] * len(decoders), [0] * len(decoders), 0
+    """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn.
+
+    ``drafters``: with the fixed tree, then with each of :data:`SHAPES`. Those for which the time for setting up is too
+    short are left out; all are, where the time of ``watch`` is too short for two prompts.
+    """
+    longest, decoders, least = max(prompts, key=len), list[SpeculativeDecoder](), min(2, len(prompts))
+    for drafter in drafters:
+        if decoders and watch.set_up > watch.set_up_seconds:
+            break
+        with watch.setting_up(f"tree {len(decoders) + 1} of {len(drafters)} to compare"):
+            decoders.append(_decoder(target, drafter, lean, longest, COMPARED_TOKENS))
+            if len(decoders) == 1:
+                since = time.perf_counter()
+                _ends(decoders[0], longest, COMPARED_TOKENS)
+                taken = time.perf_counter() - since
+        if least * len(drafters) * taken > watch.seconds:
+            return []
+    seconds, steps, tokens, compared = [0.0] * len(decoders), [0] * len(decoders), 0, 0
     for number, prompt in enumerate(prompts):
-        if number and time_is_up():
+        if number and watch.is_up():
             break
         for tree, decoder in enumerate(decoders):
             ends = _ends(decoder, prompt, COMPARED_TOKENS)
             seconds[tree] += ends[-1] - ends[0]  # without the prefill, which gives the first token
             steps[tree] += len(ends) - 1
         tokens += COMPARED_TOKENS - 1
-    pairs = zip(SHAPES, steps[1:], seconds[1:], strict=True)
+        compared += 1
+    if compared < least:
+        return []
+    pairs = zip(SHAPES, steps[1:], seconds[1:], strict=False)
     return [Compared(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
 
 
@@ -358,10 +566,20 @@ def write_candidates(folder: Path, ranks: Tensor) -> None:
     print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
 
 
-def print_measured(choices: Sequence[Choice], compared: Sequence[Compared]) -> None:
-    print("  nodes  depth  expected τ  ms/step  expected speed-up")
-    for c in choices:
-        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:7.2f}  {c.speedup:17.2f}")
+def print_measured(found: Chosen, compared: Sequence[Compared]) -> None:
+    timed = found.costs.rounds >= MIN_ROUNDS
+    print(f"  nodes  depth  expected τ  {'' if timed else 'estimated '}ms/step  expected speed-up")
+    width = 7 if timed else 17
+    for c in found.choices:
+        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:{width}.2f}  {c.speedup:17.2f}")
+    if found.by == "timed":
+        print(f"  chosen by timed steps, of {len(found.choices)} of {found.candidates} candidates")
+    else:
+        few = f"{MIN_ROUNDS} rounds" if not timed else "two candidates"
+        print(
+            f"  chosen by the estimate, expected τ / step time by this machine's step costs, of {found.candidates} "
+            f"candidates: the time was too short to time {few}; give more --seconds"
+        )
     if compared:
         print("  dynamic trees beside the tree chosen")
         print("  top_k  depth  nodes     τ  speed-up over it")
@@ -408,18 +626,16 @@ def main() -> None:
     random.Random(0).shuffle(rows)
     if data:  # the longest answer first: where the first one takes all the time, there are positions to count on
         rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
-    console.print(f"calibrating: at most {args.seconds:.0f} s from here on", markup=False)
+    limit = f"calibrating: at most {args.seconds:.0f} s from here on"
+    console.print(limit + ("" if args.at_load else ", and about as long again to set up decoders"), markup=False)
     began = time.monotonic()
     parts: list[dict[str, Tensor]] = []
     share = 1.0 if args.at_load else RANKING
     with ProgressBar("calibrating (s)", math.ceil(args.seconds), console, transient=True) as advance:
+        set_up = 0.0  # of the parts that have ended
 
         def show_time(*_: object) -> None:
-            advance(min(int(time.monotonic() - began), math.ceil(args.seconds)))
-
-        def time_is_up(share: float = 1.0) -> bool:
-            show_time()
-            return time.monotonic() - began > share * args.seconds
+            advance(min(int(time.monotonic() - began - set_up), math.ceil(args.seconds)))
 
         for part in batches(len(rows), 8 if texts else 1, began + share * args.seconds):
             batch_rows = rows[part]
@@ -435,29 +651,45 @@ def main() -> None:
         ranks = joined(parts, "ranks", -1)
         if args.at_load:
             return write_candidates(folder, ranks)
-        counted = time.monotonic()
+        ranking = time.monotonic() - began
         text = joined(parts, "tokens"), joined(parts, "supervised")
         length = max(1, min(TIMED_CONTEXT, target.context - 2 * TIMED_TOKENS))  # the context has room for timed steps
         prompts = [prompt[-length:] for prompt in timing_prompts(*text)]
         sizes = (args.nodes,) if args.nodes else SIZES
         dynamic = None if args.nodes else drafter.decoding
-        end = partial(time_is_up, 1.0 if dynamic is None else 1 - DYNAMIC)
-        choices, costs = choose(target, drafter, ranks, prompts, sizes, end, lean)
-        chosen, compared = pick(choices), list[Compared]()
+        left = max(args.seconds - ranking, (1 - RANKING) * args.seconds)  # the first rows may have taken all the time
+        for_dynamic = 0.0 if dynamic is None else DYNAMIC
+
+        def watch_for(seconds: float, share: float) -> Watch:
+            def show(note: str) -> None:
+                now = min(time.monotonic() - began - set_up - watch.set_up, args.seconds)
+                advance(int(now), note)
+
+            watch = Watch(seconds, share * args.seconds, show)
+            return watch
+
+        watch = watch_for(left - for_dynamic * args.seconds, 1 - for_dynamic)
+        found = choose(target, drafter, ranks, prompts, sizes, watch, lean)
+        chosen, compared = found.choice, list[Compared]()
+        set_up, timing = watch.set_up, watch.elapsed
         if dynamic is not None:
             length = max(1, min(TIMED_CONTEXT, target.context - COMPARED_TOKENS))
             prompts = [prompt[-length:] for prompt in timing_prompts(*text, COMPARED_PROMPTS)]
             limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
             decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
-            compared = compare(target, decoding, prompts, time_is_up, lean)
+            watch = watch_for(max(left - timing, for_dynamic * args.seconds), for_dynamic)
+            compared = compare(target, decoding, prompts, watch, lean)
+            set_up, timing = set_up + watch.set_up, timing + watch.elapsed
     positions, text_of = positions_of(ranks), "answers to the prompts" if args.prompts else "held-out text"
-    seconds = {"ranking": round(counted - began, 2), "timing": round(time.monotonic() - counted, 2)}
+    seconds = {"ranking": round(ranking, 2), "set_up": round(set_up, 2), "timing": round(timing, 2)}
     print(
-        f"calibrated on {positions:,} positions of the target's own {text_of} ({seconds['ranking']:.0f} s) "
-        f"and {costs.rounds} rounds of timed steps ({seconds['timing']:.0f} s)"
-        + ("" if costs.noise is None else f"; the last ones lowered costs by {costs.noise:.1%} at most")
+        f"calibrated on {positions:,} positions of the target's own {text_of} ({ranking:.0f} s) "
+        f"and {found.costs.rounds} rounds of timed steps ({timing:.0f} s, after {set_up:.0f} s of setting up)"
+        + ("" if found.costs.noise is None else f"; the last ones lowered costs by {found.costs.noise:.1%} at most")
     )
-    print_measured(choices, compared)
+    print_measured(found, compared)
+    if dynamic is not None and not compared:
+        print("dynamic trees were not compared with it: the time was too short; give more --seconds")
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     calibration = {
         "positions": positions,
@@ -466,11 +698,12 @@ def main() -> None:
         **(drafter.facts or head_facts)(ranks),
         "sizes": [
             {"nodes": c.nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds, "speedup": round(c.speedup, 4)}
-            for c in choices
+            for c in found.choices
         ],
+        "chosen_by": found.by,
         "seconds": seconds,
-        "rounds": costs.rounds,
-        "noise": costs.noise,
+        "rounds": found.costs.rounds,
+        "noise": found.costs.noise,
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",

@@ -214,8 +214,20 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
 
 
 def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
-    """The trees of an ensemble's drafters, of together at most ``nodes`` nodes (the one root included), chosen one node
-    after the other: the node that most positions accept which none of the trees reaches so deep yet.
+    """The trees of an ensemble's drafters, of together at most ``nodes`` nodes (the one root included):
+    :func:`best_nodes` of ``ranks [S, T, n, K]``."""
+    return trees_of(best_nodes(ranks, nodes), ranks.shape[2])
+
+
+def trees_of(nodes: Sequence[tuple[int, Ranks]], count: int) -> tuple[Topology, ...]:
+    """The trees of ``count`` drafters, of (drafter, path) for each node."""
+    return tuple(Topology(tuple(path for drafter, path in nodes if drafter == number)) for number in range(count))
+
+
+def best_nodes(ranks: Tensor, nodes: int) -> list[tuple[int, Ranks]]:
+    """At most ``nodes`` − 1 nodes, (drafter, path), of the trees of an ensemble's drafters, chosen one after the other:
+    the node that most positions accept which none of the trees reaches so deep yet. So the first ones are those of a
+    smaller tree.
 
     The nodes of different trees that hold equal tokens become one when the trees are merged; which these are is not
     known from ranks ``[S, T, n, K]``, so all are counted. A ValueError if there is no position to count on.
@@ -224,7 +236,7 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
     if not full.shape[1]:
         raise ValueError(_NO_POSITION.format(full.shape[2] + 1))
     reached = torch.zeros(full.shape[1], dtype=torch.int64)
-    trees: list[list[tuple[int, ...]]] = [[] for _ in full]
+    found: list[tuple[int, Ranks]] = []
     right: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # (drafter, path) → positions where it is right
     queue: list[tuple[int, int, int, tuple[int, ...]]] = []  # (−gain, depth, drafter, path): a heap
 
@@ -243,19 +255,17 @@ def best_trees(ranks: Tensor, nodes: int) -> tuple[Topology, ...]:
 
     for drafter in range(len(full)):
         add_children(drafter, (), torch.arange(full.shape[1]))
-    chosen = 1
-    while queue and chosen < nodes:
+    while queue and len(found) < nodes - 1:
         known, depth, drafter, path = heapq.heappop(queue)
         now = gain(drafter, path)  # gains only fall
         if -known != now:
             heapq.heappush(queue, (-now, depth, drafter, path))
             continue
-        trees[drafter].append(path)
-        chosen += 1
+        found.append((drafter, path))
         positions = right[drafter, path]
         reached[positions] = reached[positions].clamp(min=depth)
         add_children(drafter, path, positions)
-    return tuple(Topology(tuple(paths)) for paths in trees)
+    return found
 
 
 def simulate_ensemble(trees: Sequence[Topology], ranks: Tensor) -> float:

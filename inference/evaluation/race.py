@@ -20,20 +20,29 @@ class Costs:
     seconds: list[float]  # per step, by size; infinite where a size was not timed
     rounds: int  # completed
     noise: float | None
+    runs: list[int]  # of each size, those of a round that time ended too
 
 
-def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], time_is_up: Callable[[], bool]) -> Costs:
+def race(
+    run: Callable[[int, int], Sequence[float]],
+    taus: Sequence[float],
+    time_is_up: Callable[[], bool],
+    cheaper: Sequence[Sequence[int]] | None = None,
+) -> Costs:
     """Time the steps of all sizes in turn, in rounds, until the costs no longer fall or time is up.
 
     Other work on the machine can only add to a step's time, so the minimum over rounds counts. A size is skipped while
-    its upper bound on speed, at its own cost or that of the next smaller size timed, is below a share of the best
+    its upper bound on speed, at its own cost or that of the last cheaper size timed, is below a share of the best
     speed; the share rises from 0.5 to 0.9 with the number of rounds.
 
     Args:
         run: (size, turn) → the seconds of its steps, the same steps whenever the turn is the same.
-        taus: tokens per step by size, rising; the first is plain decoding.
+        taus: tokens per step by size; the first is plain decoding.
         time_is_up: called before each run, once the first two sizes have been timed.
+        cheaper: of each size, those whose steps cannot cost more; left out, all before it.
     """
+    cheaper = [range(size) for size in range(len(taus))] if cheaper is None else cheaper
+    runs = [0] * len(taus)
     fastest: list[dict[tuple[int, int], float]] = [{} for _ in taus]  # (turn, step) → seconds, by size
     costs = [math.inf] * len(taus)
     history: list[list[float]] = []
@@ -43,13 +52,15 @@ def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], time
         racing = [0]
         for size, tau in enumerate(taus):
             best = max(t / cost for t, cost in zip(taus, costs, strict=True))
-            bound = next((cost for cost in reversed(costs[: size + 1]) if cost < math.inf), 0.0)
+            below = (costs[other] for other in reversed(cheaper[size]))
+            bound = next((cost for cost in (costs[size], *below) if cost < math.inf), 0.0)
             if size > 1 and tau < share * best * bound:
                 continue
             if costs[min(1, len(taus) - 1)] < math.inf and time_is_up():
-                return Costs(costs, number, noise)
+                return Costs(costs, number, noise, runs)
             for step, seconds in enumerate(run(size, turn)):
                 fastest[size][turn, step] = min(seconds, fastest[size].get((turn, step), math.inf))
+            runs[size] += 1
             costs[size] = statistics.mean(fastest[size].values())
             racing.append(size)
         history.append(list(costs))
@@ -57,4 +68,4 @@ def race(run: Callable[[int, int], Sequence[float]], taus: Sequence[float], time
             noise = round(max(history[-1 - 2 * TIMED_PROMPTS][size] / costs[size] - 1 for size in racing), 4)
             if noise <= SETTLED:
                 break
-    return Costs(costs, len(history), noise)
+    return Costs(costs, len(history), noise, runs)

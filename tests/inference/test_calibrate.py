@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -379,8 +381,11 @@ def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
     """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here no more than 2, which
     was disturbed, 8 nodes far more."""
     monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
-    monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([0.5, 1.1, 1.0, 50.0], 1, None))
+    monkeypatch.setattr(calibrate, "chain", lambda depth: Topology(((0,),)))  # no other candidates
+    monkeypatch.setattr(calibrate, "step_costs", lambda *_: costs.StepCosts({1: 0.5, 8: 0.6}))
+    monkeypatch.setattr(calibrate, "race", lambda *_: Costs([0.5, 1.1, 1.0, 50.0], 2, None, [2] * 4))
     tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens {10**9}")
+    assert tree["calibration"]["chosen_by"] == "timed" and "chosen by timed steps, of 3 of 3 candidates" in out
     two, four, eight = tree["calibration"]["sizes"]
     assert two["tau"] < four["tau"] < eight["tau"], "else this tests nothing"
     assert len(tree["paths"]) == 3 and "tree.json: 4 nodes" in out
@@ -388,6 +393,107 @@ def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
     assert [size["speedup"] for size in (two, four, eight)] == pytest.approx(
         [two["tau"] / 2, four["tau"] / 2, eight["tau"] / 100], abs=2e-4
     )
+
+
+# ---- too little time for timing
+
+
+@dataclass
+class Slow:
+    """What `calibrate.choose` did with decoders whose setting up takes a while: how often each one decoded."""
+
+    set_up: int = 0
+    decoded: Counter = field(default_factory=Counter)
+
+
+@pytest.fixture
+def slow_set_up(monkeypatch):
+    """Decoders that take 0.6 s to set up, beyond what they take."""
+    slow, build, ends = Slow(), calibrate._decoder, calibrate._ends
+
+    def set_up(*args):
+        slow.set_up += 1
+        time.sleep(0.6)
+        return build(*args)
+
+    def decode(decoder, *args):
+        slow.decoded[id(decoder)] += 1
+        return ends(decoder, *args)
+
+    monkeypatch.setattr(calibrate, "_decoder", set_up)
+    monkeypatch.setattr(calibrate, "_ends", decode)
+    return slow
+
+
+def test_setting_up_takes_no_time_of_the_timed_rounds(calibrated, heads_folder, slow_set_up, monkeypatch):
+    """Setting up all candidates would take more than the time given; as many as there is time for are timed."""
+    monkeypatch.setattr(calibrate, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 64: 1.1}))
+    tree, out, err = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30 --seconds 4")
+    known = tree["calibration"]
+    assert known["rounds"] >= calibrate.MIN_ROUNDS == 2 and known["chosen_by"] == "timed"
+    assert 3 <= slow_set_up.set_up <= 8, "plain decoding, and as many candidates as can be set up in about four seconds"
+    often = [count for count in slow_set_up.decoded.values() if count >= calibrate.MIN_ROUNDS]
+    assert len(often) >= 2, "plain decoding and the one chosen; those that fell behind in the first round may have one"
+    seconds = known["seconds"]
+    assert 0.6 * slow_set_up.set_up <= seconds["set_up"]
+    assert "chosen by timed steps, of " in out and "about as long again to set up" in err
+
+
+def test_without_time_the_estimate_chooses(calibrated, heads_folder, monkeypatch):
+    """By ranks and step costs, from trees and chains alike; where nodes are dear, a chain or a small tree."""
+    for dear, name in ((0.0, "free"), (0.3, "dear")):
+        table = costs.StepCosts({1: 0.5, 64: 0.5 * (1 + 63 * dear)})
+        monkeypatch.setattr(calibrate, "step_costs", lambda *_, table=table: table)
+        tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 100 --seconds 0.01")
+        known = tree["calibration"]
+        assert (known["chosen_by"], known["rounds"]) == ("estimate", 0), name
+        assert "chosen by the estimate" in out and "too short to time 2 rounds; give more --seconds" in out
+        nodes, tau = len(tree["paths"]) + 1, known["expected_mean_accepted_length"]
+        of_chain = known["chain_mean_accepted_length"] / table.relative(HEADS + 1)
+        assert tau / table.relative(nodes) >= of_chain
+        assert tau / table.relative(nodes) == pytest.approx(max(size["speedup"] for size in known["sizes"]), abs=2e-4)
+        assert nodes > 8 if name == "free" else nodes <= 4
+
+
+def ranks_of_chains(count=400):
+    """``[1, T, 1, K]``: each next token is right with probability 0.6, rank 1 with 0.05."""
+    draws = torch.rand(1, count, 1, 4)
+    return torch.where(draws < 0.6, 0, torch.where(draws < 0.65, 1, MAX_RANK))
+
+
+@pytest.mark.parametrize("by_level", [True, False])
+def test_chains_are_candidates(by_level):
+    """Every chain is one, or another candidate has no lower τ at no more nodes and levels; none surpasses another."""
+    ranks, table = ranks_of_chains(), costs.StepCosts({1: 1.0, 64: 8.0})
+    step_time = table.tree_time([0.1]) if by_level else None
+    found = calibrate.candidates_of(ranks, (2, 3, 6, 16), table, step_time, chains=True)
+    for depth in range(1, 5):
+        trees = (chain(depth),)
+        tau = simulate(chain(depth), ranks[:, :, 0])
+        cost = step_time(trees) if step_time else table.relative(depth + 1)
+        levels = (depth,) if by_level else ()
+        of_chain = calibrate.Candidate(trees, tau, cost, levels)
+        assert any(each.tau >= tau and each.contained_in(of_chain) for each in found)
+        best = max(found, key=lambda each: each.speed)
+        assert best.speed >= tau / cost
+    for one, other in itertools.permutations(found, 2):
+        assert not (one.contained_in(other) and one.tau >= other.tau)
+    order = calibrate.in_order(found)
+    assert order[0] == max(found, key=lambda each: each.speed)
+    assert all(each.speed >= calibrate.WORTH * order[0].speed for each in order) and len(set(order)) == len(order)
+
+
+def test_what_is_cheaper_is_not_always_before():
+    """A size that is only before another one says nothing of that one's cost."""
+    seconds, runs = [1.0, 50.0, 1.2], Counter()
+
+    def run(size, turn):
+        runs[size] += 1
+        return [seconds[size]] * 8
+
+    assert race(run, [1.0, 2.0, 2.1], lambda: False).seconds[2] == math.inf
+    found = race(run, [1.0, 2.0, 2.1], lambda: False, [[], [0], [0]])
+    assert found.seconds[2] == 1.2 and found.runs[2] == found.rounds
 
 
 def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
@@ -475,11 +581,12 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
 
 
 def test_heads_too_weak_for_a_tree(calibrated, heads_folder, monkeypatch):
-    monkeypatch.setattr(calibrate, "race", lambda run, taus, late: Costs([1.0, 4.0, math.inf], 1, None))
+    monkeypatch.setattr(
+        calibrate, "race", lambda run, taus, *_: Costs([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus))
+    )
     monkeypatch.setattr(calibrate, "SIZES", (2, 4))
     tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
-    assert "plain decoding is faster here" in out and "2 nodes" in out
-    assert [size["nodes"] for size in tree["calibration"]["sizes"]] == [2]
+    assert "plain decoding is faster here" in out and tree["calibration"]["chosen_by"] == "timed"
 
 
 def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):

@@ -270,7 +270,7 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
     prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f("}\n')
     found: list[list[int]] = []
 
-    def compare(target, drafters, texts, time_is_up, lean):
+    def compare(target, drafters, texts, watch, lean):
         found.append([drafter.num_nodes for drafter in drafters])
         return [Compared(shape, 1.5, speed) for shape, speed in zip(SHAPES, speeds, strict=True)]
 
@@ -301,14 +301,18 @@ def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     prompts, calls = [[5, 6, 7, 8], [9, 8, 7], [4]], []
     trees = [chain(2), *calibrate.SHAPES]
 
-    def time_is_up():
-        calls.append(None)
-        return len(calls) == 2
+    class Watch(calibrate.Watch):
+        def is_up(self, share=1.0):
+            calls.append(None)
+            return len(calls) == 2
 
-    compared = calibrate.compare(target, [decoding(target, tree, None) for tree in trees], prompts, time_is_up)
+    drafters = [decoding(target, tree, None) for tree in trees]
+    compared = calibrate.compare(target, drafters, prompts, Watch(math.inf))
     assert 1.05 < compared[0].tau < compared[1].tau
     for shape, each in zip(calibrate.SHAPES, compared, strict=True):
         decoder = SpeculativeDecoder(target, decoding(target, shape, None))
         results = decoder.generate(prompts[:2], COMPARED_TOKENS, stop_ids=frozenset())
         assert each.shape == shape and each.speed > 0
         assert each.tau == 2 * (COMPARED_TOKENS - 1) / sum(len(result.accepted) for result in results)
+    assert calibrate.compare(target, drafters, prompts, calibrate.Watch(0.0)) == [], "no time for two prompts"
+    assert calibrate.compare(target, drafters, prompts, calibrate.Watch(60.0, 0.0)) == [], "no time to set up a second"
