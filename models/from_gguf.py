@@ -5,29 +5,42 @@ neither on the machine nor on the version of ``transformers`` that converted the
 """
 
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import sys
+import threading
 import time
-from contextlib import ExitStack, redirect_stderr, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.common.command import first_line
+import numpy as np
+
+from draftsmith.common.command import available_cores, first_line
 from draftsmith.common.files import file_sha256, json_object, locked, replacing_folder, write_json
 from draftsmith.models import stored
 from draftsmith.models.precision import say
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from gguf import GGUFReader
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from draftsmith.models import gguf_blocks
 
 _RULES = 1  # of this conversion: a copy made by others is made anew
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Pre-tokenizers (tokenizer.ggml.pre) that take each digit alone, which transformers does not know: it would let the
 # white space before a digit end in a token of its own, and "\n\n1" would be other tokens than the model writes.
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact")
+# Architectures whose tensors are the model's, by other names, but for the order of rows that _permuted tells. Tests
+# compare each with what transformers makes of it, which also converts all others.
+_MAPPED = ("llama", "qwen2", "qwen3")
+_RATE = 60e6  # weights a second that one core converts; transformers, on all of them, a quarter
+_ONE_READER = threading.Lock()
 
 
 def with_safetensors(file: Path) -> Path:
@@ -72,35 +85,69 @@ def _convert(file: Path, copy: Path, sha256: str) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{file}: to convert a GGUF file, the package gguf is needed: pip install gguf")
     began = time.monotonic()
-    dtype, weights, fields = _inspect(file)
+    with _without_collection():
+        reader = _read(file)
+    dtype, weights, fields = _inspect(file, reader)
     size = weights * _BYTES[dtype]
+    mapped = fields["general.architecture"] in _MAPPED
+    seconds = 8 + weights / _RATE / available_cores() if mapped else 15 + 4 * weights / _RATE
     announcement = (
         f"{file}: a GGUF file ({file.stat().st_size / 1e9:,.2f} GB), converted once to safetensors ({dtype}, "
-        f"{size / 1e9:,.2f} GB) in {copy}; some seconds for each 10 MB of it"
+        f"{size / 1e9:,.2f} GB) in {copy}; about {seconds:.0f} s"
     )
     with stored.converting(copy, size, file, announcement):
-        _write(file, copy, dtype, fields)
+        _write(file, copy, dtype, fields, reader)
         versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
         write_json(copy / stored.STAMP, {stored.GGUF: sha256, "file": file.name, "rules": _RULES, **versions})
     say(f"{file}: converted in {time.monotonic() - began:.0f} s")
 
 
-def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
-    """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
-    ``tokenizer.ggml.pre`` where it has them."""
+def _read(file: Path) -> "GGUFReader":
+    """The file's fields and the places of its tensors. Raises ValueError: it is damaged."""
     from gguf import GGUFReader
 
+    class Reader(GGUFReader):
+        """Its ``data`` is a plain array, since numpy takes three times as long for slices of a memmap, and here are
+        two for each token."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
+
     try:
-        reader = GGUFReader(file)
+        return Reader(file)
+    except Exception as error:  # the reader raises many types for damaged files
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file}: a damaged GGUF file, or truncated ({first_line(error)}); fetch it again")
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection: a reader's millions of objects would be looked through again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _inspect(file: Path, reader: "GGUFReader") -> tuple[str, int, dict[str, str]]:
+    """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
+    ``tokenizer.ggml.pre`` where it has them."""
+    try:
         names = ("general.architecture", "tokenizer.ggml.pre")
         fields = {name: str(field.contents()) for name in names if (field := reader.get_field(name))}
         split = reader.get_field("split.count")
         parts = int(split.contents()) if split else 1
         tensors = [(str(t.name), t.tensor_type.name, len(t.shape), int(t.n_elements)) for t in reader.tensors]
-    except Exception as error:  # the reader raises many types for damaged files
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise ValueError(f"{file}: a damaged GGUF file, or truncated ({first_line(error)}); fetch it again") from None
+    except Exception as error:  # of a field's content
+        raise _damaged(file, error) from None
     if parts > 1:
         raise ValueError(f"{file}: one part of {parts}; merge them into one file first (llama-gguf-split --merge)")
     if not tensors or "general.architecture" not in fields:
@@ -115,8 +162,127 @@ def _inspect(file: Path) -> tuple[str, int, dict[str, str]]:
     return dtype, sum(count for *_, count in tensors), fields
 
 
-def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str]) -> None:
+@contextmanager
+def _one_reader(file: Path, reader: "GGUFReader") -> Iterator[None]:
+    """Inside, ``transformers`` is given the reader that there is, where it would read the file anew each time."""
+    import gguf
+
+    own = gguf.GGUFReader
+
+    def reading(path: Any, *arguments: Any) -> "GGUFReader":
+        return reader if Path(path) == file else own(path, *arguments)
+
+    with _ONE_READER, _without_collection():
+        gguf.GGUFReader = reading  # type: ignore[assignment, misc]
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = own  # type: ignore[misc]
+
+
+def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str], reader: "GGUFReader") -> None:
     """Write model and tokenizer as ``transformers`` converts them."""
+    import transformers
+
+    with ExitStack() as quietly:
+        if not sys.stderr.isatty():  # progress bars
+            quietly.enter_context(redirect_stderr(StringIO()))
+        level = transformers.logging.get_verbosity()
+        quietly.callback(transformers.logging.set_verbosity, level)
+        transformers.logging.set_verbosity_error()
+        architecture = fields["general.architecture"]
+        with replacing_folder(copy) as temporary:
+            with _one_reader(file, reader), _refusing(file, architecture):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+                planned = _plan(file, dtype, architecture, reader, temporary)
+            if planned is None:
+                with _one_reader(file, reader):
+                    _by_transformers(file, dtype, architecture, temporary)
+            if fields.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+                _split_digits(tokenizer)
+            tokenizer.save_pretrained(temporary)
+            quietly.close()
+            if planned is not None:
+                _write_weights(file, temporary / stored.SINGLE, planned, dtype)
+
+
+@contextmanager
+def _refusing(file: Path, architecture: str) -> Iterator[None]:
+    """Raises ValueError: transformers cannot convert the file, for which it raises many types."""
+    try:
+        yield
+    except Exception as error:
+        if (isinstance(error, OSError) and error.errno is not None) or isinstance(error, MemoryError):
+            raise
+        raise ValueError(
+            f"{file}: transformers {importlib.metadata.version('transformers')} cannot convert this GGUF file of "
+            f"architecture '{architecture}' ({first_line(error)})"
+        ) from None
+
+
+def _plan(
+    file: Path, dtype: str, architecture: str, reader: "GGUFReader", folder: Path
+) -> "tuple[bytes, list[gguf_blocks.Piece]] | None":
+    """What :func:`_write_weights` writes, and the model's configs in a folder; None where transformers has to convert:
+    another architecture, tensors that are missing or that this model does not have, or another order of bytes."""
+    import gguf
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from draftsmith.models import gguf_blocks
+
+    if architecture not in _MAPPED or reader.byte_order != "I":
+        return None
+    config: PretrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    if config.model_type != architecture:
+        return None
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop("lm_head.weight")
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    known, names = gguf.get_tensor_name_map(number, config.num_hidden_layers), dict[str, str]()
+    for name in shapes:
+        stem, _, suffix = name.rpartition(".")
+        names[f"{known.get_name(stem)}.{suffix}"] = name
+    held = {t.name: [int(n) for n in reversed(t.shape)] for t in reader.tensors if not t.name.startswith("rope_freqs")}
+    if held != {own: shapes[name] for own, name in names.items()} or len(names) != len(shapes):
+        return None
+    heads = _permuted(architecture, config, names)
+    planned = gguf_blocks.plan(reader, names, heads, dtype)
+    if planned is not None:  # as save_pretrained does
+        config.architectures, config.dtype = [type(model).__name__], dtype
+        config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+    return planned
+
+
+def _permuted(architecture: str, config: Any, names: Any) -> dict[str, int]:
+    """Llama's queries and keys, and their numbers of heads: llama.cpp puts the two halves of each rotary pair side by
+    side, which transformers keeps half a head apart."""
+    if architecture != "llama":
+        return {}
+    numbers = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads}
+    return {name: number for name in names for part, number in numbers.items() if part in name}
+
+
+def _write_weights(file: Path, copy: Path, planned: "tuple[bytes, list[gguf_blocks.Piece]]", dtype: str) -> None:
+    """Write the safetensors file, with a progress bar on a terminal."""
+    from rich.console import Console
+
+    from draftsmith.common.progress import ProgressBar
+    from draftsmith.models import gguf_blocks
+
+    header, pieces = planned
+    total = sum(piece.rows * piece.columns for piece in pieces) // 1_000_000
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    with ProgressBar("million weights", total, console, disable=not console.is_terminal, transient=True) as bar:
+        gguf_blocks.write(file, copy, header, pieces, dtype, available_cores(), lambda done: bar(done // 1_000_000))
+
+
+def _by_transformers(file: Path, dtype: str, architecture: str, folder: Path) -> None:
+    """Write the model as ``transformers`` converts it, all of it in memory."""
     import torch
     import transformers
 
@@ -125,34 +291,16 @@ def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str]) -> None:
     options: dict[str, Any] = {"gguf_file": file.name, "dtype": getattr(torch, dtype), "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):  # newer versions keep the quantised blocks where they have a kernel
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with ExitStack() as quietly:
-        if not sys.stderr.isatty():  # progress bars
-            quietly.enter_context(redirect_stderr(StringIO()))
-        level = transformers.logging.get_verbosity()
-        quietly.callback(transformers.logging.set_verbosity, level)
-        transformers.logging.set_verbosity_error()
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
-            model, found = loaded
-        except Exception as error:  # transformers raises many types for what it does not know
-            if (isinstance(error, OSError) and error.errno is not None) or isinstance(error, MemoryError):
-                raise
-            raise ValueError(
-                f"{file}: transformers {transformers.__version__} cannot convert this GGUF file of architecture "
-                f"'{fields['general.architecture']}' ({first_line(error)})"
-            ) from None
-        missing = sorted(found["missing_keys"])
-        if missing:
-            raise ValueError(f"{file}: {len(missing)} weights are missing ({', '.join(missing[:3])}); fetch it again")
-        if fields.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-            _split_digits(tokenizer)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.hf_quantizer = None
-        with replacing_folder(copy) as temporary:
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+    with _refusing(file, architecture):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(f"{file}: {len(missing)} weights are missing ({', '.join(missing[:3])}); fetch it again")
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.save_pretrained(folder)
 
 
 def _split_digits(tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -39,6 +39,11 @@ _NEVER = [
 ]  # fmt: skip
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 FETCHED = "models/smollm2"  # what `make models` fetches
+FETCHES = {  # folder → the command that fetches it
+    FETCHED: "make models (93 MB)",
+    "models/qwen2.5-coder-0.5b": "make coder (478 MB)",
+    "models/qwen2.5-coder-1.5b": "make coder SIZE=1.5b (1.1 GB)",
+}
 SINGLE, PICKLE = "model.safetensors", "pytorch_model.bin"
 STAMP = "converted_from.json"  # in a converted copy: what it was made of
 GGUF = "gguf_sha256"  # field of the stamp: SHA-256 of the GGUF file
@@ -76,8 +81,9 @@ def known_folder(name: str) -> Path | None:
     if gguf_file(name) is not None:
         return None
     folder = local_folder(name)
-    if name.rstrip("/") == FETCHED and not (folder and (folder / "config.json").exists()):  # empty after a failed fetch
-        raise FileNotFoundError(f"'{name}': not here yet; run: make models (93 MB)")
+    fetch = FETCHES.get(name.rstrip("/"))
+    if fetch and not (folder and (folder / "config.json").exists()):  # empty after a failed fetch
+        raise FileNotFoundError(f"'{name}': not here yet; run: {fetch}")
     if folder is not None:
         return folder
     if os.path.lexists(name):

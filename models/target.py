@@ -484,8 +484,8 @@ def load_target(
     folder = with_safetensors(folder)
     check_shapes(folder, config, check_safetensors(folder))
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if weights < _SMALL:
-        logging.disable_progress_bar()  # it would only flash
+    if weights < _SMALL or sys.stderr is None or not sys.stderr.isatty():
+        logging.disable_progress_bar()  # it would only flash, or fill a file
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":

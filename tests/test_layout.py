@@ -184,6 +184,7 @@ def test_wheel_holds_every_file(wheel):
         "recipes/schema/*",
         "data/samples.jsonl",
         "data/chats.jsonl",
+        "data/code-chats.jsonl",
         "models/smollm2-medusa*/*",
         "models/smollm2-medusa*/adapter/*",
         "models/smollm2-eagle3/*",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
+from gguf_files import add_shape, add_tokenizer, finish, interleaved
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference import decode
@@ -47,35 +48,13 @@ def model(tokenizer):
     return model
 
 
-def interleaved(weight, heads):
-    """A query or key matrix in GGUF's order of rows: the two halves of each head's rotary pairs side by side."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def write(path, model, tokenizer, kind=Kind.F32, *, architecture="llama", pre="default", without=(), **more):
     """A GGUF file of a Llama; norms stay float32, as everywhere."""
     writer = gguf.GGUFWriter(path, architecture)
     c = model.config
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(c.max_position_embeddings)
-    writer.add_embedding_length(c.hidden_size)
-    writer.add_feed_forward_length(c.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(c.rope_parameters["rope_theta"])
+    add_shape(writer, c)
     writer.add_rope_dimension_count(c.hidden_size // HEADS)
-    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    control = set(tokenizer.all_special_tokens)
-    types = [gguf.TokenType.CONTROL if token in control else gguf.TokenType.NORMAL for token, _ in vocabulary]
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([token for token, _ in vocabulary])
-    writer.add_token_types(types)
-    writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_chat_template(tokenizer.chat_template)
+    add_tokenizer(writer, tokenizer, pre)
     for field, value in more.items():
         writer.add_uint16(field.replace("_", "."), value)
     for name, weight in model.state_dict().items():
@@ -90,14 +69,6 @@ def write(path, model, tokenizer, kind=Kind.F32, *, architecture="llama", pre="d
         writer.add_tensor(f"{own}.weight", quantize(values, used), raw_dtype=used)
     finish(writer)
     return path
-
-
-def finish(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    if writer.tensors[0]:
-        writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture
