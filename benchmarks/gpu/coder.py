@@ -1,0 +1,310 @@
+"""Drafters for Qwen2.5-Coder on a GPU that is rented by the minute: answers, training, calibration, decoding.
+
+    python benchmarks/gpu/coder.py 1.5b --out runs/gpu/coder-1.5b --prompts PROMPTS [--minutes 11] [--stages answers train]
+
+The target is models/qwen2.5-coder-SIZE, or --model. PROMPTS is a folder with humaneval.jsonl, mbpp.jsonl, gsm8k.jsonl and
+mt-bench.jsonl, rows of {"turns": […]}: for measuring alone; conversations that share a passage of eight words with one of
+them are left out of training. Stages, one after the other, each with a limit in seconds, after which it is interrupted and
+the next one uses what is there:
+
+    convert    the target's GGUF file to safetensors
+    answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl
+    train      EAGLE-3 and Medusa-1, side by side: folders eagle3 and medusa
+    curve      the same on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
+    calibrate  a tree for each
+    decode     plain decoding, both drafters, n-grams and merges, on all four sets: report/
+    same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
+
+Whatever has been done is not done again. stages.json has what each took and how it ended, DIR/STAGE.log its output. --toy: on
+a CPU, for the tiny target, in a minute or two. Exit codes: 0 each stage did something; 1 one did not; 2 bad input.
+"""
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".types"))
+
+from draftsmith.common.command import CommandLine, run_command
+from draftsmith.common.files import json_object, read_text, write_json, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("convert", "answers", "train", "curve", "calibrate", "decode", "same-bits")
+SETS = ("humaneval", "mbpp", "gsm8k", "mt-bench")
+PER_SET = 16  # prompts of each set that are decoded
+GRACE = 20  # seconds between an interrupt and a kill
+HELD_OUT = 256  # conversations, or a tenth
+METHODS = ("medusa", "eagle3", "ngram", "medusa+ngram", "eagle3+ngram")
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is made for a target. Seconds are limits within ``minutes`` = 11; written: conversations that the target
+    begins itself; mlp: width of EAGLE's; shares: millions of answer tokens of the curve."""
+
+    written: int
+    mlp: int
+    seconds: dict[str, float]
+    epochs: float = 2
+    seeds: bool = True
+    shares: tuple[float, ...] = ()
+
+
+SIZES = {
+    "0.5b": Size(14_000, 896, {"convert": 60, "answers": 80, "train": 110, "curve": 150, "calibrate": 60, "decode": 90,
+                               "same-bits": 60}, seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
+    "1.5b": Size(9_000, 4480, {"convert": 60, "answers": 110, "train": 190, "curve": 1, "calibrate": 80, "decode": 120,
+                               "same-bits": 60}),
+}  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A command that a stage runs. ``makes``: what is there afterwards; environment: further variables."""
+
+    name: str
+    words: list[str]
+    makes: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def python(script: str, *words: object) -> list[str]:
+    return [sys.executable, script, *map(str, words)]
+
+
+class Bundle:
+    """The stages of one target."""
+
+    def __init__(self, size: Size, name: str, args: Any) -> None:
+        self.size, self.name, self.out, self.toy = size, name, args.out.resolve(), args.toy
+        self.model = str(args.model or f"models/qwen2.5-coder-{name}")
+        self.prompts, self.given = args.prompts.resolve(), [path.resolve() for path in args.answers]
+        self.shares = size.shares if args.share is None else tuple(args.share)
+        self.batch = args.batch_size
+        self.speed = args.minutes / 11
+
+    def limit(self, stage: str) -> float:
+        return self.size.seconds[stage] * self.speed
+
+    # ---- the commands
+
+    def convert(self) -> list[Job]:
+        code = "import sys; sys.path.insert(0, '.types')\nfrom draftsmith.models.stored import resolve_folder\n"
+        code += "print(resolve_folder(sys.argv[1]))"
+        return [Job("convert", [sys.executable, "-c", code, self.model], self.out / "converted")]
+
+    def answers(self) -> list[Job]:
+        fields = [f"engine.batch_size={self.batch}", f"data.written={self.size.written}"]
+        if not self.size.seeds:  # --answers has those to the seeds
+            fields += ["data.seeds=[]", "run.seed=1"]
+        if self.toy:
+            fields = ["data.seeds=[{source: data/coder-seeds.jsonl, limit: 40}]", "data.written=0", *TOY_TARGET,
+                      "data.template=recipes/templates/vicuna.jinja", "decoding.max_new_tokens=24",
+                      "engine.batch_size=16", "engine.max_length=256"]  # fmt: skip
+        recipe = f"recipes/qwen2.5-coder-{self.name}-distill.yaml"
+        words = python(
+            "train/distill.py", recipe, f"run.output_dir={self.out}", "run.name=answers", *self.target, *fields
+        )
+        return [Job("answers", words, self.out / "answers/shard-00000.jsonl")]
+
+    @property
+    def target(self) -> list[str]:
+        return [] if self.toy else [f"target.name={self.model}"]
+
+    def training(self, family: str, folder: str, data: str, seconds: float | None) -> Job:
+        script = "eagle" if family == "eagle3" else "medusa"
+        fields = [f"run.output_dir={self.out}", f"run.name={folder}", *self.target]
+        fields += [
+            f"data.train=[{{source: {self.out / data}}}]",
+            f"data.validation=[{{source: {self.out / 'held.jsonl'}}}]",
+        ]
+        fields += ["checkpoint.every=100000", "evaluate.every=100000", "stages.0.steps=null"]
+        fields += [f"stages.0.epochs={self.size.epochs:g}", f"stages.0.seconds={seconds or 'null'}"]
+        if family == "eagle3":
+            fields += [f"drafter.intermediate_size={self.size.mlp}"]
+        if self.toy:
+            fields += [*TOY_TARGET, "data.template=recipes/templates/vicuna.jinja", "drafter.draft_vocab_size=512",
+                       "stages.0.batch.sequences=4", "data.max_length=128", "stages.0.optim.warmup_steps=1",
+                       "evaluate.sequences=4", "precision.autocast=none"]  # fmt: skip
+            fields += ["drafter.intermediate_size=48", "drafter.unroll=2"] if family == "eagle3" else []
+        recipe = f"recipes/qwen2.5-coder-{self.name}-{family}.yaml"
+        return Job(
+            folder, python(f"train/{script}.py", recipe, "--restart", *fields), self.out / folder / "config.json"
+        )
+
+    def train(self) -> list[Job]:
+        limit = self.limit("train") - 35 * self.speed  # loading, the last evaluation and writing take the rest
+        return [
+            self.training("eagle3", "eagle3", "train.jsonl", limit),
+            self.training("medusa", "medusa", "train.jsonl", limit),
+        ]
+
+    def curve(self) -> list[Job]:
+        wanted = [(share, family) for share in self.shares for family in ("medusa", "eagle3")]
+        return [
+            self.training(family, f"{family}-{share:g}M", f"train-{share:g}M.jsonl", None) for share, family in wanted
+        ]
+
+    def calibrate(self) -> list[Job]:
+        seconds = 2 if self.toy else 12
+        return [
+            Job(f"calibrate-{name}", python("inference/calibrate.py", self.out / name, "--seconds", seconds),
+                self.out / name / "tree.json")
+            for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()
+        ]  # fmt: skip
+
+    def decoding(self, name: str, prompts: int, environment: dict[str, str], *options: str) -> Job:
+        here = [name for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()]
+        drafters = [method if method == "ngram" else str(self.out / method) for method in METHODS
+                    if method == "ngram" or method.split("+")[0] in here]  # fmt: skip
+        files = []
+        for each in SETS:
+            file = self.out / f"prompts-{prompts}" / f"{each}.jsonl"
+            rows = read_text(self.prompts / f"{each}.jsonl").splitlines()[:prompts]
+            write_text(file, "".join(row + "\n" for row in rows))
+            files += ["--prompts", str(file)]
+        tokens = 8 if self.toy else 128
+        words = python("inference/decode.py", *drafters, *files, "--max-new-tokens", tokens, "--baseline", "engine",
+                       "--report", self.out / name, *options)  # fmt: skip
+        return Job(name, words, self.out / name / "report.json", environment)
+
+    def decode(self) -> list[Job]:
+        return [self.decoding("report", 1 if self.toy else PER_SET, {}, "--seconds", "1" if self.toy else "60")]
+
+    def same_bits(self) -> list[Job]:
+        options = ("--check-lossless", "--seconds", "1")
+        return [self.decoding("report-same-bits", 1 if self.toy else 2, {"DRAFTSMITH_SAME_BITS": "1"}, *options)]
+
+    # ---- between the commands
+
+    def split(self) -> str:
+        """Write train.jsonl, held.jsonl and the shares of the curve from the answers; returns what to say of them."""
+        from draftsmith.tools.overlap import passages
+
+        rows: list[list[dict[str, str]]] = []
+        for path in [*sorted((self.out / "answers").glob("shard-*.jsonl")), *self.given]:
+            for line in read_text(path).splitlines():
+                with suppress(ValueError, LookupError):  # a line that was being written
+                    rows.append([{"role": m["role"], "content": m["content"]} for m in json.loads(line)["messages"]])
+        asked = {passage for name in SETS for row in read_text(self.prompts / f"{name}.jsonl").splitlines()
+                 for turn in json.loads(row)["turns"] for passage in passages(turn).tolist()}  # fmt: skip
+        clean = [row for row in rows if not asked.intersection(*[passages(row[0]["content"]).tolist()])]
+        random.Random(0).shuffle(clean)
+        held = max(1, min(HELD_OUT, len(clean) // 10))
+        self.write("held.jsonl", clean[:held])
+        train = clean[held:]
+        self.write("train.jsonl", train)
+        tokens = [self.tokens(row) for row in train]
+        for share in self.shares:
+            count, total = 0, 0
+            while count < len(train) and total < share * 1e6:
+                total, count = total + tokens[count], count + 1
+            self.write(f"train-{share:g}M.jsonl", train[:count])
+        facts = {"conversations": len(train), "answer_tokens": sum(tokens), "held_out": held,
+                 "left_out": len(rows) - len(clean)}  # fmt: skip
+        write_json(self.out / "data.json", facts)
+        return ", ".join(f"{name} {value:,}" for name, value in facts.items())
+
+    def tokens(self, row: list[dict[str, str]]) -> int:
+        """Answer tokens of a conversation, the end of each answer included."""
+        if not hasattr(self, "tokenizer"):
+            from draftsmith.models.tokenizer import load_tokenizer
+
+            self.tokenizer = load_tokenizer("models/tiny-lm" if self.toy else self.model)
+        answers = [message["content"] for message in row if message["role"] == "assistant"]
+        return sum(map(len, self.tokenizer(answers)["input_ids"])) + len(answers)
+
+    def write(self, name: str, rows: list[list[dict[str, str]]]) -> None:
+        write_text(self.out / name, "".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows))
+
+
+TOY_TARGET = ["target.name=models/tiny-lm", "target.model_type=llama"]
+
+
+def run_jobs(jobs: list[Job], limit: float, logs: Path) -> dict[str, str]:
+    """Run commands side by side for ``limit`` seconds at most; returns how each ended."""
+    links, ended = str(ROOT / ".types"), dict[str, str]()
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    began = time.monotonic()
+    for job in jobs:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [links, os.environ.get("PYTHONPATH")])),
+                       "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **job.environment}  # fmt: skip
+        with (logs / f"{job.name}.log").open("ab") as log:
+            log.write(f"$ {shlex.join(job.words)}\n".encode())
+            log.flush()
+            running[job.name] = subprocess.Popen(
+                job.words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+    for name, process in running.items():
+        try:
+            code = process.wait(max(0.0, began + limit - time.monotonic()))
+            ended[name] = "done" if code == 0 else f"exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)
+    for name, process in running.items():
+        if name not in ended:
+            ended[name] = "interrupted at its limit"
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return ended
+
+
+def main() -> None:
+    parser = CommandLine(__doc__)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs, logs and stages.json")
+    parser.add_argument("--prompts", type=Path, required=True, help="folder of the four evaluation sets")
+    parser.add_argument("--model", help="the target's folder or Hub id; models/qwen2.5-coder-SIZE if left out")
+    parser.add_argument("--answers", type=Path, nargs="*", default=[], help="further conversations, as JSON lines")
+    parser.add_argument("--share", type=float, nargs="*", help="millions of answer tokens of each point of the curve")
+    parser.add_argument("--minutes", type=float, default=11, help="of all stages, at most (default 11)")
+    parser.add_argument("--batch-size", type=int, default=1024, help="conversations at once (default 1024)")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="some of the stages")
+    parser.add_argument("--at-once", type=int, default=3, help="runs of the curve side by side (default 3)")
+    parser.add_argument("--toy", action="store_true", help="the same at toy size, on a CPU")
+    args = parser.parse_args()
+    if missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]:
+        raise FileNotFoundError(
+            f"{args.prompts}: no {missing[0]}.jsonl; docs/data.md says where the four sets are from"
+        )
+    bundle = Bundle(SIZES[args.size], args.size, args)
+    bundle.out.mkdir(parents=True, exist_ok=True)
+    record = bundle.out / "stages.json"
+    stages: dict[str, Any] = json_object(record) if record.exists() else {}
+    failed = False
+    for stage in args.stages:
+        jobs: list[Job] = getattr(bundle, stage.replace("-", "_"))()
+        if stage in ("train", "curve"):  # what is there already is not trained again
+            jobs = [job for job in jobs if not job.makes.exists()]
+        limit, began, ended = bundle.limit(stage) * (20 if args.toy else 1), time.monotonic(), dict[str, str]()
+        at_once = {"curve": args.at_once, "calibrate": 1}.get(stage, len(jobs) or 1)
+        for first in range(0, len(jobs), at_once):
+            left = began + limit - time.monotonic()
+            if left > 0:
+                ended |= run_jobs(jobs[first : first + at_once], left, bundle.out)
+        said = ""
+        if stage == "answers" and (bundle.out / "answers").is_dir():
+            said = bundle.split()
+        stages[stage] = {"seconds": round(time.monotonic() - began, 1), "ended": ended, "said": said}
+        write_json(record, stages)
+        failed |= not all(job.makes.exists() for job in jobs if stage != "convert")
+        print(f"{stage}: {stages[stage]}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    run_command(main)
