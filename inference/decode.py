@@ -329,6 +329,7 @@ def main() -> None:
         compiled=args.compile,
         lean=lean,
         max_draft_nodes=args.max_draft_nodes,
+        one_by_one=bool(args.answers),  # which have times
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
     )
     reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
