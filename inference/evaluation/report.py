@@ -213,7 +213,7 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     loops = [
         f"{kind} {figures['loops']['mean_tokens_before']:.0f} ({figures['loops']['median_tokens_before']:.0f}), "
-        f"{figures['loops']['looping_answers']} of {figures['prompts']} answers loop"
+        f"{figures['loops']['looping_answers']} of {figures.get('counted_prompts', figures['prompts'])} answers loop"
         for kind, figures in reports[0]["kinds"].items()
     ]
     console.print(f"Tokens before the first loop, mean (median): {'; '.join(loops)}", markup=False, soft_wrap=True)

@@ -573,11 +573,12 @@ def _figures_of_kind(
     def speed(method: Timed) -> float | None:
         return round(method.tokens_per_second, 2) if method.tokens else None
 
-    part = timed.part(numbers)
+    part, here = timed.part(numbers), [results[number] for number in numbers if number in counted]
     parts = {base: other.part(numbers) for base, other in bases.items()}
     return {
         "prompts": len(numbers),
+        "counted_prompts": len(here),
         "tokens_per_second": speed(part),
         "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
-        **_figures([results[number] for number in numbers if number in counted], drafter, part, parts),
+        **_figures(here, drafter, part, parts),
     }
