@@ -31,7 +31,7 @@ def decoder(make_target):
 
 
 def anew(decoder):
-    """The same decoder, whose steps are made anew: on a GPU, captured graphs call no function that was replaced since."""
+    """The same decoder with new steps: on a GPU, a captured step still runs a function that was replaced since."""
     return SpeculativeDecoder(decoder.target, decoder.drafter)
 
 
