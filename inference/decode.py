@@ -122,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         metavar="S",
-        help="end timing after so long (16 prompts are timed in any case); all prompts are decoded and checked",
+        help="end timing, of all methods together, after so long (16 prompts are timed in any case); the other prompts "
+        "are then decoded in batches, and all are checked",
     )
     parser.add_argument(
         "--show", type=int, default=0, metavar="N", help="print N of the texts, drafted tokens coloured"
@@ -329,6 +330,7 @@ def main() -> None:
         compiled=args.compile,
         lean=lean,
         max_draft_nodes=args.max_draft_nodes,
+        one_by_one=bool(args.answers),  # which have times
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
     )
     reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]

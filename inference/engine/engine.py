@@ -136,6 +136,16 @@ class SpeculativeDecoder:
         return self._step.execution if self._step else "not yet"
 
     @property
+    def chooses(self) -> bool:
+        """Whether the last call's steps chose how many nodes to run, by what steps with so many rows take."""
+        return self._step is not None and self._step.chooses
+
+    @property
+    def rows(self) -> int:
+        """Texts of the last call's steps; 0 before the first call."""
+        return self._step.rows if self._step else 0
+
+    @property
     def bitwise(self) -> bool:
         """Whether the bits of a row of a step do not depend on the other rows, so that greedy texts are those of plain
         decoding, without near-ties: the lean decoder by kernels/cpu.cpp, unless the last call's steps had more rows

@@ -4,7 +4,8 @@ distribution by multi-step sampling.
 Forward passes of one row and of N rows round differently, so two tokens of nearly equal logits may swap. An output that
 differs from plain decoding is therefore run through the target by ``transformers``: the logit of each of its tokens
 must be within a tolerance of the maximum, in one pass over the text or, if it is not there, token by token, which takes
-a hundred times as long on a GPU. Where the bits of a row do not depend on the other rows (on a CPU with a compiler),
+a hundred times as long on a GPU: after a few texts with mismatches the check has failed anyway, and one pass decides.
+Where the bits of a row do not depend on the other rows (on a CPU with a compiler),
 there are no near-ties: any difference is a mismatch.
 
     tolerance = min(max(e, t), 4t) + u
@@ -44,6 +45,7 @@ from draftsmith.kernels.linear import no_step
 from draftsmith.models.target import Target, cache_argument
 
 WIDE = 16  # tokens of the engine's wider forward pass
+CONFIRMED = 4  # texts with mismatches by passes token by token, after which one pass over a text decides
 
 
 @dataclass
@@ -275,8 +277,10 @@ def _judge(
     reference: Sequence[int],
     tolerance: float,
     sampling: Sampling,
+    *,
+    one_pass: bool = False,
 ) -> tuple[int, int]:
-    """The numbers of near-ties and of mismatches of an output."""
+    """The numbers of near-ties and of mismatches of an output. ``one_pass``: not token by token."""
 
     def beyond(logits: Tensor, tolerance: float) -> Tensor:
         highest = _scores(logits, prompt, output, sampling, -tolerance).amax(-1, keepdim=True)
@@ -284,7 +288,7 @@ def _judge(
 
     chosen = torch.tensor(output, device=target.device)[:, None]
     differs = wrong = torch.zeros(0)
-    for way in (_text_logits, _plain_logits):
+    for way in (_text_logits,) if one_pass else (_text_logits, _plain_logits):
         logits = way(target, prompt, output)
         differs = _scores(logits, prompt, output, sampling, 0.0).argmax(-1, keepdim=True) != chosen
         for place, (token, plain_token) in enumerate(zip(output, reference, strict=False)):
@@ -321,6 +325,7 @@ def check_texts(
     """
     result = TextCheck(bitwise=bitwise, mode="greedy" if samplings is None else "sample")
     given = samplings or [Sampling(0.0)] * len(prompts)
+    confirmed = 0
     for number, (prompt, output, reference, sampling) in enumerate(zip(prompts, outputs, plain, given, strict=True)):
         result.checked += len(output)
         if list(output) != list(reference):
@@ -329,14 +334,16 @@ def check_texts(
                 pairs = zip(output, reference, strict=False)
                 differs = sum(token != plain_token for token, plain_token in pairs)
                 result.mismatches += max(differs, len(output) != len(reference))
-                continue
-            if not result.tolerance:
-                result.tolerance = tolerance(target, prompt, reference)
-            result.mismatches += _ends_wrongly(output, reference, target.stop_ids)
-            if output:
-                near_ties, mismatches = _judge(target, prompt, output, reference, result.tolerance, sampling)
-                result.near_ties += near_ties
-                result.mismatches += mismatches
+            else:
+                if not result.tolerance:
+                    result.tolerance = tolerance(target, prompt, reference)
+                result.mismatches += _ends_wrongly(output, reference, target.stop_ids)
+                if output:
+                    texts, one_pass = (prompt, output, reference), confirmed >= CONFIRMED
+                    near_ties, wrong = _judge(target, *texts, result.tolerance, sampling, one_pass=one_pass)
+                    result.near_ties += near_ties
+                    result.mismatches += wrong
+                    confirmed += wrong > 0
         if on_prompt:
             on_prompt(number + 1)
     return result

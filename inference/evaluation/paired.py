@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ def paired_fields(
     results: Sequence["Generation"],
     timed: _Timed,
     bases: Mapping[str, _Timed],
+    counted: Collection[int],
 ) -> dict[str, Any]:
     """The report's fields ``per_prompt`` and ``per_group``: lists with a value for each prompt, or each timed group.
 
     A prompt is named by 12 digits of the SHA-256 of its token ids. Its τ is ``committed_tokens`` by ``steps``. Its
-    ``group`` is None if it was not timed.
+    ``group`` is None if it was not timed. Steps of prompts that are not ``counted`` are none.
     """
+    accepted = [result.accepted if number in counted else [] for number, result in enumerate(results)]
     group_of = {prompt: number for number, group in enumerate(timed.groups) for prompt in group}
 
     def amounts(method: _Timed) -> dict[str, Any]:
@@ -43,8 +45,8 @@ def paired_fields(
             "prompt": [hashlib.sha256(str([*prompt]).encode()).hexdigest()[:12] for prompt in prompts],
             "kind": [*kinds] or [None] * len(prompts),
             "new_tokens": [len(result.tokens) for result in results],
-            "committed_tokens": [sum(result.accepted) for result in results],
-            "steps": [len(result.accepted) for result in results],
+            "committed_tokens": [sum(lengths) for lengths in accepted],
+            "steps": [len(lengths) for lengths in accepted],
             "group": [group_of.get(number) for number in range(len(prompts))],
         },
         "per_group": {**amounts(timed), "baselines": {base: amounts(other) for base, other in bases.items()}},

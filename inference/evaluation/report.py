@@ -108,7 +108,6 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
     accepted tokens count, and the target's own.
 
     Args:
-        results: at least one.
         sources: of a drafter that counts its nodes by source.
     """
     lengths = [length for result in results for length in result.accepted]
@@ -148,8 +147,8 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
         },
         "loops": {
             "looping_answers": sum(end < len(result.tokens) for end, result in zip(ends, results, strict=True)),
-            "mean_tokens_before": round(statistics.mean(ends), 2),
-            "median_tokens_before": statistics.median(ends),
+            "mean_tokens_before": round(statistics.mean(ends or [0]), 2),
+            "median_tokens_before": statistics.median(ends or [0]),
             "steps_before": steps_before_loop,
             "mean_accepted_length_before": round(before_loop / steps_before_loop, 4) if steps_before_loop else None,
         },
@@ -214,7 +213,7 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     loops = [
         f"{kind} {figures['loops']['mean_tokens_before']:.0f} ({figures['loops']['median_tokens_before']:.0f}), "
-        f"{figures['loops']['looping_answers']} of {figures['prompts']} answers loop"
+        f"{figures['loops']['looping_answers']} of {figures.get('counted_prompts', figures['prompts'])} answers loop"
         for kind, figures in reports[0]["kinds"].items()
     ]
     console.print(f"Tokens before the first loop, mean (median): {'; '.join(loops)}", markup=False, soft_wrap=True)
@@ -284,6 +283,13 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
         )
     print_kinds(reports, console)
     for report in reports:
+        if (counted := report.get("counted_prompts", 0)) and counted < report["prompts"]:
+            console.print(
+                f"{report['drafter']}: τ of {counted} prompts, the timed ones; {report['prompts'] - counted} others "
+                "were decoded in larger batches, in which steps choose other trees",
+                markup=False,
+                soft_wrap=True,
+            )
         passed, verdict, checked = exactness(report)
         colour = {True: "green", False: "red", None: "yellow"}[passed]
         console.print(f"{escape(report['drafter'])}: [{colour}]{verdict}[/{colour}]{checked}", soft_wrap=True)

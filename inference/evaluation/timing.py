@@ -7,8 +7,10 @@ import resource
 import statistics
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,14 +18,18 @@ from transformers import GenerationConfig
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.cache import free_bytes
+from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.step import capacity_for
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
 from draftsmith.inference.evaluation.paired import paired_fields
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
+from draftsmith.kernels.linear import MOST_ON_CPU
 from draftsmith.models.artifact import device_name, now, versions
+from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
 
 Baseline = Literal["none", "engine", "transformers", "all"]
@@ -33,7 +39,8 @@ GROUPS = 32  # minimum number of groups of prompts, if there are as many batches
 MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
 NARROW = 0.03  # half-width of an interval, relative to its ratio, at which timing ends
 MIN_PAIRS, RESAMPLES = 5, 4000  # of the bootstrap: groups without which there is no interval; resamples
-CHECK_ROWS = 8  # minimum batch size of plain decoding that is not timed
+CHECK_ROWS, CHECK_ROWS_ON_GPU = 8, 32  # texts that are decoded at a time where nothing is timed, memory permitting
+LOGITS = 8  # copies of a step's logits in float32 that are reckoned with, at most: sampling's
 INSTRUMENTED = 4  # prompts of the run that times the phases of a step
 
 
@@ -74,6 +81,10 @@ class Timed:
     def typical_seconds(self) -> list[float]:
         """Seconds of each group, the median over the rounds."""
         return [statistics.median(rounds) for rounds in self.seconds]
+
+    @property
+    def seconds_per_prompt(self) -> float:
+        return sum(self.typical_seconds) / sum(map(len, self.groups))
 
     @property
     def tokens_per_second(self) -> float:
@@ -264,6 +275,24 @@ def run_rounds(
     return timed
 
 
+def rows_untimed(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_new_tokens: int, least: int) -> int:
+    """Texts to decode at a time where nothing is timed: at least ``least``, the batch size of what was timed.
+
+    On a CPU at most as many as leave the bits of a row independent of the other rows, and everywhere as many as fit
+    into half of the memory that is left. Compiled steps have the batch size that they were compiled for.
+    """
+    target, drafter = decoder.target, decoder.drafter
+    if decoder.compiled:
+        return least
+    most = CHECK_ROWS_ON_GPU if target.device.type == "cuda" else min(CHECK_ROWS, MOST_ON_CPU // drafter.num_nodes)
+    slots = capacity_for(min(max(map(len, prompts)) + max_new_tokens, target.context), drafter) + CACHE_GRANULE
+    row = Counter({target.device: drafter.num_nodes * target.vocab_size * 4 * LOGITS})  # bytes on each device
+    for model in (target, *drafter.models):
+        for place, size in zip(model.kv_devices, kv_bytes(model.kv_shapes, model.dtype.itemsize), strict=True):
+            row[place] += slots * size
+    return max(least, min(most, *(free_bytes(place) // (2 * size) for place, size in row.items())))
+
+
 def format_duration(seconds: float) -> str:
     """An estimated duration: whole seconds, or minutes with one decimal from 100 s on."""
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
@@ -308,6 +337,7 @@ def evaluate(
     compiled: bool = False,
     lean: bool | None = None,
     max_draft_nodes: int | None = None,
+    one_by_one: bool = False,
     command: str = "",
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:
     """Decode all prompts with each drafter and the baselines, in turn, and report how fast and how exact each is.
@@ -319,11 +349,14 @@ def evaluate(
         sampling: of modes ``sample`` and ``typical``; each prompt has a seed of its own, made of this one's.
         baseline: what speeds are compared with: plain decoding by this engine, by transformers, or ``all``:
             transformers' prompt lookup too, where ``batch_size`` is 1.
-        check_lossless: compare the texts with plain decoding; in mode ``mss`` their distribution.
+        check_lossless: compare the texts with plain decoding; in mode ``mss`` their distribution. Prompts that were not
+            timed are decoded in batches of :func:`rows_untimed`.
         rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
         seconds: time limit of timing; all prompts are decoded and checked.
         kinds: the kind of text of each prompt, if it has one. Where there are several kinds, the reports have the field
             ``kinds``, the figures of each; prompts without a kind are those of kind ``other``.
+        one_by_one: decode prompts that were not timed ``batch_size`` at a time as well: times in the results are then
+            those of this batch size.
         command: for the reports.
 
     All others are those of :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` and its ``generate``.
@@ -342,17 +375,17 @@ def evaluate(
     wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
     methods: dict[str, Method] = {}
 
-    def engine_method(decoder: SpeculativeDecoder, rows: int = batch_size) -> Method:
-        def run(group: list[list[int]]) -> list[Generation]:
-            own = engine_options(mode, sampling, group)
-            return decoder.generate(group, max_new_tokens, batch_size=rows, max_draft_nodes=max_draft_nodes, **own)
+    def decode(
+        decoder: SpeculativeDecoder, group: list[list[int]], rows: int = batch_size, **more: Any
+    ) -> list[Generation]:
+        own: dict[str, Any] = engine_options(mode, sampling, group) | {"max_draft_nodes": max_draft_nodes}
+        return decoder.generate(group, max_new_tokens, batch_size=rows, **own, **more)
 
-        return run
-
+    plain = SpeculativeDecoder(target, **options)
     for name, decoder in zip(names, decoders, strict=True):
-        methods[name] = engine_method(decoder)
+        methods[name] = partial(decode, decoder)
     if "engine" in wanted:
-        methods["engine"] = engine_method(SpeculativeDecoder(target, **options))
+        methods["engine"] = partial(decode, plain)
     theirs = generate_options(mode, sampling)
     if "transformers" in wanted:
         methods["transformers"] = transformers_method(target, max_new_tokens, batch_size, **theirs)
@@ -388,34 +421,65 @@ def evaluate(
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    # τ and the check are over all prompts, those that were not timed included.
+    executions = [decoder.execution for decoder in decoders]
+    for decoder in decoders:
+        # The phases of a step are timed in a separate run, since reading clocks between them costs time.
+        decode(decoder, prompts[: max(INSTRUMENTED, batch_size)], instrument=True)
+    bitwise = {name: decoder.bitwise for name, decoder in zip(names, decoders, strict=True)}
+
+    # The check is over all prompts, those that were not timed included.
     timed_prompts = sorted(timed[names[0]].outputs)
     untimed = sorted({*range(len(prompts))} - {*timed_prompts})
     reference = {**timed["engine"].outputs} if "engine" in timed else {}
     by_text = check_lossless and not by_distribution
     without_reference = [n for n in range(len(prompts)) if n not in reference] if by_text else []
     if untimed or without_reference:
-        per_prompt = max(sum(timed[name].typical_seconds) for name in methods) / len(timed_prompts)
-        duration = format_duration(per_prompt * (len(untimed) * len(names) + len(without_reference)))
+        seconds_left = sum(timed[name].seconds_per_prompt for name in names) * len(untimed)
+        seconds_left += _plain_seconds(timed, names) * len(without_reference)
         what = (
-            f"{len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter to compare"
+            f"{len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter to compare "
+            f"(up to {max_new_tokens:,} tokens each)"
         )
-        console.print(f"decoding {what}: at most about {duration} here", markup=False)
-    for name in names if untimed else ():
-        timed[name].outputs.update(zip(untimed, methods[name]([prompts[n] for n in untimed]), strict=True))
-    plain = engine_method(SpeculativeDecoder(target, **options), max(batch_size, CHECK_ROWS))
-    reference.update(zip(without_reference, plain([prompts[n] for n in without_reference]), strict=True))
+        console.print(f"decoding {what}: at most about {format_duration(seconds_left)} here", markup=False)
+
+    def decode_untimed(name: str, decoder: SpeculativeDecoder, numbers: list[int]) -> dict[int, Generation]:
+        given = sorted(numbers, key=lambda number: -len(prompts[number]))  # those of a batch are of similar lengths
+        most = batch_size if one_by_one else rows_untimed(decoder, prompts, max_new_tokens, batch_size)
+        rows = max(batch_size, min(most, len(given)))
+        with ProgressBar(f"decoding by {name}, {rows} at a time", len(given), console, transient=True) as advance:
+            done = [0.0]  # prompts, parts of them included
+
+            def count(share: float) -> None:
+                done[0] += share
+                advance(round(done[0], 6))
+
+            found = decode(
+                decoder,
+                [prompts[number] for number in given],
+                rows,
+                on_tokens=lambda _, new: count(len(new) / max_new_tokens),
+                on_end=lambda _, result: count(1 - len(result.tokens) / max_new_tokens),
+            )
+        return dict(zip(given, found, strict=True))
+
+    # Steps that choose how many nodes they run choose otherwise beside other texts: such texts are checked, but τ is
+    # that of the timed batch size.
+    counted: dict[str, list[int]] = {}  # numbers of the prompts whose steps count
+    for name, decoder in zip(names, decoders, strict=True):
+        counted[name] = [*range(len(prompts))]
+        if untimed:
+            timed[name].outputs.update(decode_untimed(name, decoder, untimed))
+            bitwise[name] &= decoder.bitwise
+            if decoder.chooses and decoder.rows != min(batch_size, len(untimed)):
+                counted[name] = timed_prompts
+    if without_reference:
+        reference.update(decode_untimed("the target alone", plain, without_reference))
 
     reports: list[dict[str, Any]] = []
     outputs: list[list[Generation]] = []
-    for name, decoder in zip(names, decoders, strict=True):
+    for name, decoder, execution in zip(names, decoders, executions, strict=True):
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
-        # The phases of a step are timed in a separate run, since reading clocks between them costs time.
-        execution, instrumented = decoder.execution, prompts[: max(INSTRUMENTED, batch_size)]
-        own = engine_options(mode, sampling, instrumented)
-        own |= {"max_draft_nodes": max_draft_nodes, "batch_size": batch_size}
-        decoder.generate(instrumented, max_new_tokens, instrument=True, **own)
         lossless = None
         if check_lossless:
             console.print(f"checking {name} against plain decoding …", markup=False)
@@ -426,10 +490,10 @@ def evaluate(
                     plain_texts = [reference[n].tokens for n in range(len(prompts))]
                     ours = [result.tokens for result in results]
                     seeded = with_own_seeds(sampling, prompts) if mode == "sample" else None
-                    lossless = check_texts(target, prompts, ours, plain_texts, advance, decoder.bitwise, seeded)
+                    lossless = check_texts(target, prompts, ours, plain_texts, advance, bitwise[name], seeded)
         bases = {base: timed[base] for base in compared}
         nodes = decoder.drafter.num_nodes
-        figures = _figures(results, decoder.drafter, timed[name], bases)
+        figures = _figures([results[n] for n in counted[name]], decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         overhead: float | None = None
         if accepted and "engine" in compared:
@@ -446,6 +510,7 @@ def evaluate(
                 **({"lossy": True} if mode == "typical" else {}),
                 **({} if mode == "greedy" else {"sampling": asdict(sampling)}),
                 "prompts": len(prompts),
+                "counted_prompts": len(counted[name]),
                 "max_new_tokens": max_new_tokens,
                 "batch_size": batch_size,
                 "tree_nodes": nodes,
@@ -457,10 +522,10 @@ def evaluate(
                 "baselines": baselines,
                 "overhead": overhead,
                 "kinds": {
-                    kind: _figures_of_kind(numbers, results, decoder.drafter, timed[name], bases)
+                    kind: _figures_of_kind(numbers, counted[name], results, decoder.drafter, timed[name], bases)
                     for kind, numbers in by_kind.items()
                 },
-                **paired_fields(prompts, kinds, results, timed[name], bases),
+                **paired_fields(prompts, kinds, results, timed[name], bases, counted[name]),
                 "peak_memory_bytes": peak,
                 "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
                 "versions": versions(),
@@ -469,6 +534,20 @@ def evaluate(
             }
         )
     return reports, outputs
+
+
+def _plain_seconds(timed: Mapping[str, Timed], names: Sequence[str]) -> float:
+    """Seconds of a prompt by plain decoding: as timed, or at most, since no step of it takes longer than one with a
+    drafter."""
+    if "engine" in timed:
+        return timed["engine"].seconds_per_prompt
+
+    def at_most(method: Timed) -> float:
+        steps = sum(len(result.accepted) for result in method.outputs.values())
+        tokens = sum(len(result.tokens) for result in method.outputs.values())
+        return method.seconds_per_prompt * tokens / max(1, steps)
+
+    return min(at_most(timed[name]) for name in names)
 
 
 def _figures(results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]) -> dict[str, Any]:
@@ -482,18 +561,24 @@ def _figures(results: Sequence[Generation], drafter: Drafter, timed: Timed, base
 
 
 def _figures_of_kind(
-    numbers: Sequence[int], results: Sequence[Generation], drafter: Drafter, timed: Timed, bases: dict[str, Timed]
+    numbers: Sequence[int],
+    counted: Collection[int],
+    results: Sequence[Generation],
+    drafter: Drafter,
+    timed: Timed,
+    bases: dict[str, Timed],
 ) -> dict[str, Any]:
-    """The fields of a kind of text within the report: those of the prompts with these numbers."""
+    """The fields of a kind of text within the report: those of the prompts with these numbers, if they are counted."""
 
     def speed(method: Timed) -> float | None:
         return round(method.tokens_per_second, 2) if method.tokens else None
 
-    part = timed.part(numbers)
+    part, here = timed.part(numbers), [results[number] for number in numbers if number in counted]
     parts = {base: other.part(numbers) for base, other in bases.items()}
     return {
         "prompts": len(numbers),
+        "counted_prompts": len(here),
         "tokens_per_second": speed(part),
         "baselines": {base: {"tokens_per_second": speed(other)} for base, other in parts.items()},
-        **_figures([results[number] for number in numbers], drafter, part, parts),
+        **_figures(here, drafter, part, parts),
     }

@@ -32,9 +32,12 @@ from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.evaluation import timing
 from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.verify import Verifier
+from draftsmith.kernels import cpu
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 
@@ -171,24 +174,39 @@ def test_too_few_pairs_have_no_interval():
     assert timing.speedup_fields("speedup", None) == {"speedup": None, "speedup_interval": None}
 
 
-def test_fewer_prompts_are_timed_than_checked(report_of, drafter, tmp_path, monkeypatch):
+@pytest.fixture
+def nine(tmp_path, monkeypatch):
+    """A file of nine prompts, of which six are timed."""
     monkeypatch.setattr(timing, "MIN_GROUPS", 6)
-    path, texts = tmp_path / "prompts.jsonl", [f"a{n} = " for n in range(9)]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    asked = []
-    generate = SpeculativeDecoder.generate
+    path = tmp_path / "nine.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"a{n} = "}) + "\n" for n in range(9)))
+    return path
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Of each call of the engine, but those of the phases' times and the page: with drafts or not, prompts, rows."""
+    calls, generate = [], SpeculativeDecoder.generate
 
     def watched(self, prompts, *arguments, **options):
-        if not (options.get("instrument") or "on_tree" in options):  # the latter are the page's
-            asked.append((self.drafter.num_nodes > 1, len(prompts), options["batch_size"]))
-        return generate(self, prompts, *arguments, **options)
+        results = generate(self, prompts, *arguments, **options)
+        if not (options.get("instrument") or "on_tree" in options):
+            calls.append((self.drafter.num_nodes > 1, len(prompts), self.rows))
+        return results
 
     monkeypatch.setattr(SpeculativeDecoder, "generate", watched)
-    options = "--max-new-tokens 8 --baseline all --check-lossless --seconds 1e-9"
-    report, err = report_of(f"{drafter} --prompts {path} {options}")
-    assert (report["timed_prompts"], report["pairs"], report["prompts"]) == (6, 6, 9)
-    assert asked[-2:] == [(True, 3, 1), (False, 3, timing.CHECK_ROWS)], "the rest, and in one batch what is compared"
+    return calls
+
+
+CHECKED = "--max-new-tokens 8 --check-lossless --seconds 1e-9"
+
+
+def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches):
+    report, err = report_of(f"{drafter} --prompts {nine} {CHECKED} --baseline all --all-nodes")
+    assert (report["timed_prompts"], report["pairs"], report["prompts"], report["counted_prompts"]) == (6, 6, 9, 9)
+    assert batches[-2:] == [(True, 3, 3), (False, 3, 3)] and all(rows == 1 for *_, rows in batches[:-2])
     assert report["lossless"]["identical"] and report["lossless"]["checked"] == report["new_tokens"] == 9 * 8
+    assert report["lossless"]["bitwise"] == (cpu.library() is not None)
     for name in ("speedup", "speedup_vs_transformers", "speedup_vs_prompt_lookup"):
         low, high = report[f"{name}_interval"]
         assert low <= report[name] <= high and f"{low:.2f}–{high:.2f}" in err
@@ -196,7 +214,80 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, tmp_path, monk
     assert report["speedup"] == pytest.approx(report["tokens_per_second"] / plain["tokens_per_second"], rel=1e-2)
     low, high = plain["speedup_vs_transformers_interval"]
     assert low <= plain["speedup_vs_transformers"] <= high
-    assert err.count(" here, judged from the first prompt") == err.count("that were not timed") == 1
+    said = "3 prompts that were not timed, and 3 without the drafter to compare (up to 8 tokens each): at most about "
+    assert err.count(" here, judged from the first prompt") == err.count(said) == 1
+    assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
+
+
+def test_times_of_answers_are_those_of_the_batch_size(run_decode, drafter, nine, batches, tmp_path):
+    """Also of the prompts that were not timed."""
+    code, _, err = run_decode(f"{drafter} --prompts {nine} {CHECKED} --answers {tmp_path / 'answers.jsonl'}")
+    assert code == 0, err
+    assert batches[-2:] == [(True, 3, 1), (False, 3, 1)]
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_a_defect_of_batches_alone_is_found(run_decode, drafter, nine, tmp_path, monkeypatch, mode):
+    """In the texts that were not timed: their rows are given each other's tokens."""
+    likeliest, coupled = Step._likeliest, Verifier.coupled
+
+    def rolled(found, nodes):
+        return found if nodes == 1 else tuple(part.roll(1, 0) for part in found)
+
+    monkeypatch.setattr(Step, "_likeliest", lambda self, hidden: rolled(likeliest(self, hidden), hidden.shape[1]))
+    monkeypatch.setattr(
+        Verifier, "coupled", lambda self, tree, *more: rolled(coupled(self, tree, *more), tree.tokens.shape[1])
+    )
+    options = f"{CHECKED} --mode {mode} --all-nodes --report {tmp_path}"
+    for seconds, code in ((" --seconds 600 --repeat 1", 0), ("", 1)):  # at batch 1 there is no other row
+        assert run_decode(f"{drafter} --prompts {nine} {options}{seconds}")[0] == code
+    lossless = json.loads((tmp_path / "report.json").read_text())["lossless"]
+    assert lossless["checked"] > 6 * 8 and 3 <= lossless["mismatches"] <= 3 * 8 and lossless["mode"] == mode
+
+
+def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, nine, tmp_path, monkeypatch):
+    """τ is that of the timed prompts, where the size of a tree depends on the texts beside it; all are checked."""
+    init = Step.__init__
+
+    def choosing(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self.chooses = self.drafter.num_nodes > 1
+
+    monkeypatch.setattr(Step, "__init__", choosing)
+    rows = [json.loads(line) | {"kind": "some" if n < 8 else "one"} for n, line in enumerate(nine.open())]
+    nine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(timing, "group_prompts", lambda kinds, size: [[n] for n in range(9)])
+    code, _, err = run_decode(f"{drafter} none --prompts {nine} {CHECKED} --all-nodes --report {tmp_path}")
+    assert code == 0 and ": τ of 6 prompts, the timed ones; 3 others were decoded in larger batches" in err, err
+    heads, none = reports_of(tmp_path, ("heads", "none"))
+    assert (heads["counted_prompts"], heads["new_tokens"], heads["lossless"]["checked"]) == (6, 6 * 8, 9 * 8)
+    assert (none["counted_prompts"], none["new_tokens"], none["lossless"]["checked"]) == (9, 9 * 8, 9 * 8)
+    assert sum(heads["per_prompt"]["steps"]) == heads["steps"] and heads["per_prompt"]["steps"][6:] == [0] * 3
+    assert heads["per_prompt"]["new_tokens"] == [8] * 9
+    assert heads["kinds"]["one"]["counted_prompts"] == 0 and heads["kinds"]["one"]["mean_accepted_length"] is None
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", timing.CHECK_ROWS), ("cuda", timing.CHECK_ROWS_ON_GPU)])
+def test_rows_of_what_is_not_timed(target, monkeypatch, device, most):
+    """Half of the free memory, and on a CPU no more nodes than leave the bits of a row as they are."""
+    free = [1 << 40]
+    monkeypatch.setattr(timing, "free_bytes", lambda place: free[0])
+    looks = SimpleNamespace(**{name: getattr(target, name) for name in ("vocab_size", "context", "kv_shapes", "dtype")})
+    looks.device, looks.kv_devices = torch.device(device), [torch.device(device)] * len(target.kv_shapes)
+
+    def rows(nodes, least=1, compiled=False):
+        drafter = SimpleNamespace(num_nodes=nodes, max_depth=3, models=())
+        decoder = SimpleNamespace(target=looks, drafter=drafter, compiled=compiled)
+        return timing.rows_untimed(decoder, [[1], [1, 2]], 8, least)
+
+    assert (rows(1), rows(6), rows(6, 64), rows(6, 2, compiled=True)) == (most, most, 64, 2)
+    assert rows(200) == (2 if device == "cpu" else most)
+    slots = 2 + 8 + 6 + 2 * 4 + 256
+    token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)
+    free[0] = 2 * 5 * (slots * token + 6 * target.vocab_size * 4 * timing.LOGITS)
+    assert (rows(6), rows(6, 7)) == (5, 7)
+    free[0] -= 1
+    assert rows(6) == 4
 
 
 # ---- what is printed

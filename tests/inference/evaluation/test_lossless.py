@@ -166,6 +166,18 @@ def test_token_by_token_only_where_one_pass_is_not_enough(target, monkeypatch):
     assert lossless._judge(target, PROMPTS[0], text, text, 1e-4, greedy) == (0, 0)
 
 
+def test_passes_token_by_token_end_once_the_check_has_failed(target, monkeypatch):
+    """Each text that is wrong would have one."""
+    slow, calls = lossless._plain_logits, []
+    monkeypatch.setattr(lossless, "tolerance", lambda *_: 1e-3)
+    monkeypatch.setattr(lossless, "_plain_logits", lambda *given: calls.append(1) or slow(*given))
+    prompts = [[n, 7, 2 * n] for n in range(lossless.CONFIRMED + 3)]
+    reference = plain(target, prompts)
+    wrong = [[*text[:5], (text[5] + 1) % target.vocab_size, *text[6:]] for text in reference]
+    check = check_texts(target, prompts, wrong, reference)
+    assert len(calls) == lossless.CONFIRMED and check.mismatches >= len(prompts) and not check.passed
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "granite"])
 @torch.no_grad()
 def test_the_same_weights_in_float32(make_target, family):
@@ -184,8 +196,9 @@ def test_where_bits_are_equal_no_near_tie_is_excused(target):
     reference = plain(target)
     swapped = [[*reference[0][:-1], (reference[0][-1] + 1) % 61], reference[1]]
     for output, wrong in ((swapped, 1), ([reference[0][:-1], reference[1]], 1), (reference, 0)):
-        check = check_texts(target, PROMPTS, output, reference, bitwise=True)
-        assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0)
+        done: list[int] = []
+        check = check_texts(target, PROMPTS, output, reference, done.append, bitwise=True)
+        assert (check.mismatches, check.identical, check.near_ties) == (wrong, not wrong, 0) and done == [1, 2]
     assert SpeculativeDecoder(target).bitwise == (cpu.library() is not None)
     assert not SpeculativeDecoder(target, lean=False).bitwise
     decoder = SpeculativeDecoder(target, NgramDrafter(target, depth=MOST_ON_CPU // 2, branches=1))
