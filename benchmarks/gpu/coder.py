@@ -1,11 +1,11 @@
 """Drafters for Qwen2.5-Coder on a GPU that is rented by the minute: answers, training, calibration, decoding.
 
-    python benchmarks/gpu/coder.py 1.5b --out runs/gpu/coder-1.5b --prompts PROMPTS [--minutes 11] [--stages answers train]
+    python benchmarks/gpu/coder.py 1.5b --out runs/gpu/coder-1.5b --prompts PROMPTS [--minutes 11] [--stages train …]
 
-The target is models/qwen2.5-coder-SIZE, or --model. PROMPTS is a folder with humaneval.jsonl, mbpp.jsonl, gsm8k.jsonl and
-mt-bench.jsonl, rows of {"turns": […]}: for measuring alone; conversations that share a passage of eight words with one of
-them are left out of training. Stages, one after the other, each with a limit in seconds, after which it is interrupted and
-the next one uses what is there:
+The target is models/qwen2.5-coder-SIZE, or --model. PROMPTS is a folder with humaneval.jsonl, mbpp.jsonl, gsm8k.jsonl
+and mt-bench.jsonl, rows of {"turns": […]}: for measuring alone; conversations that share a passage of eight words with
+one of them are left out of training. Stages, one after the other, each with a limit in seconds, after which it is
+interrupted and the next one uses what is there:
 
     convert    the target's GGUF file to safetensors
     answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl
@@ -15,8 +15,8 @@ the next one uses what is there:
     decode     plain decoding, both drafters, n-grams and merges, on all four sets: report/
     same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
 
-Whatever has been done is not done again. stages.json has what each took and how it ended, DIR/STAGE.log its output. --toy: on
-a CPU, for the tiny target, in a minute or two. Exit codes: 0 each stage did something; 1 one did not; 2 bad input.
+Whatever has been done is not done again. stages.json has what each took and how it ended, DIR/STAGE.log its output.
+--toy: on a CPU, for the tiny target. Exit codes: 0 each stage made something; 1 one did not; 2 bad input.
 """
 
 import json
