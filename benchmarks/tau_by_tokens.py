@@ -352,7 +352,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
                 values = list(enumerate(row["acceptance_by_position"]["in_steps"][ALL], 1))
                 points = [(k, each["value"], each["interval"]) for k, each in values if each["value"] is not None]
                 draw(last, points, tokens_text(row["tokens"]))
-            last.set_ylim(0, 1)
+            last.set_xticks(range(1, 1 + max(len(row["acceptance_by_position"]["in_steps"][ALL]) for row in rows)))
+            last.set_ylim(0, 1.02)
             last.set_title(f"{family}: acceptance of draft k\nwhere all before it were", fontsize=10)
             last.set_xlabel("k")
             last.legend(frameon=False, fontsize=8, title="training tokens", title_fontsize=8)

@@ -320,6 +320,11 @@ def test_a_finished_run_is_not_trained_again(tmp_path, uninterrupted):
     before = (tmp_path / "metrics.jsonl").read_text()
     assert same(weights(train(tmp_path, True)), uninterrupted[0])
     assert (tmp_path / "metrics.jsonl").read_text() == before
+    seconds = json.loads((tmp_path / "checkpoints/step-14/state.json").read_text())["seconds"]
+    assert 0 < seconds < 100
+    again = job(tmp_path, resume=True)
+    fit(again, Toy(), stage())
+    assert again.seconds == seconds, "those of the steps before"
     state = tmp_path / "checkpoints/step-14/state.json"
     state.write_text(state.read_text()[:9])
     with pytest.raises(ValueError, match="damaged checkpoint"):
