@@ -19,8 +19,8 @@ def training_of(folder: Path) -> dict[str, Any]:
     init_from: the drafter that it began with, whose own training is not in these figures.
     """
     facts = _object(folder / "provenance.json")
-    labels = facts.get("data_labels")
-    known = isinstance(labels, list) and labels and all(isinstance(each, int) for each in labels)
+    labels = facts.get("data_labels") or []
+    known = labels and all(isinstance(each, int) for each in labels)
     seconds = facts.get("training_seconds")
     return {
         "answer_tokens": sum(labels) if known else None,

@@ -24,6 +24,7 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.training import training_of
 from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little
 

@@ -100,10 +100,11 @@ def test_labels_of_a_stage_are_those_of_its_batches():
     ids = itertools.count(1)
     marked = [Sample([next(ids) for _ in range(n)], [place % 3 > 0 for place in range(n)]) for n in (5, 3, 8, 2, 7)]
     rows = Rows(Tokenized.of(marked), 9, share=True)
-    kept = WithHidden(rows_of(4, 2, 3), torch.zeros(3, 4, 2))
-    sampler = Sampler([rows, kept], [1.0, 2.0], 3, ["a", "b"])
-    stage = sampler.stage(20, before=4)
-    assert stage.labels() == int(stage(range(20))["supervised"].sum()) > 40
+    other = Rows(Tokenized.of(marked[2:]), 9, share=True)
+    kept = WithHidden(rows, torch.zeros(len(rows), 9, 2))
+    for sources in ([rows, other], [kept]):
+        stage = Sampler(sources, [1.0, 2.0][: len(sources)], 3, ["a", "b"][: len(sources)]).stage(20, before=4)
+        assert stage.labels() == int(stage(range(20))["supervised"].sum()) > 40
     assert Sampler([rows, SimpleNamespace(length=1)], [1.0, 1.0], 3, ["a", "b"]).stage(5).labels() is None
 
 
