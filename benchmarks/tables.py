@@ -73,21 +73,22 @@ def write_report(file: Path, facts: dict[str, Any], plot: Callable[[dict[str, An
 
 @contextmanager
 def picture(
-    path: Path, width: float, height: float, panels: int = 1, legend_beside: bool = False, **options: Any
+    path: Path, width: float, height: float, panels: int = 1, legend_beside: bool = False, rows: int = 1, **options: Any
 ) -> Iterator[list[Any]]:
-    """The axes of a picture's panels, side by side; it is written when they are drawn. ``legend_beside``: that of the
-    last panel, at its right."""
+    """The axes of a picture's panels, side by side, row by row; it is written when they are drawn. ``legend_beside``:
+    that of the first row's last panel, at its right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     with plain_texts():
-        figure, axes = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False, **options)
-        for each in axes[0]:
+        options |= {"layout": "constrained", "squeeze": False}
+        figure, axes = plt.subplots(rows, panels, figsize=(width, height), **options)
+        for each in axes.flat:
             each.grid(alpha=0.3)
             each.spines[["top", "right"]].set_visible(False)
-        yield list(axes[0])
+        yield list(axes.flat)
         if legend_beside:
             axes[0][-1].legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
         write_figure(figure, path)

@@ -32,7 +32,7 @@ from typing import Any
 from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder, read_text
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -54,10 +54,14 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="FILE.jsonl",
         help='lines of {"prompt": …}, {"messages": …} or {"turns": …} (MT-Bench, Spec-Bench: later turns follow plain '
-        "greedy answers), or a .parquet file of such rows (SPEED-Bench); several files: give --prompts for each",
+        "greedy answers), or a .parquet file of such rows (SPEED-Bench); several files: give --prompts for each; a row "
+        "without a kind is then of the kind that its file is named by",
     )
     what.add_argument(
         "--interactive", action="store_true", help="a conversation; texts to continue where there is no chat template"
+    )
+    parser.add_argument(
+        "--first", type=int, metavar="N", help="only the first N prompts of each file, turns counted (default: all)"
     )
     parser.add_argument(
         "--raw",
@@ -159,6 +163,9 @@ def check(args: argparse.Namespace) -> None:
         ValueError: two options contradict each other, a value is out of its range, or --report cannot be written.
     """
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
+    check_counts(first=args.first)
+    if args.first and not args.prompts:
+        raise ValueError("--first is for --prompts; leave it out")
     check_threads(args.threads)
     if args.seconds is not None and not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
@@ -232,7 +239,7 @@ def answer_files(args: argparse.Namespace) -> list[Path]:
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
-    given = [prompt for path in args.prompts or [] for prompt in read_prompts(path)]
+    given = read_sets(args.prompts or [], args.first)
     if args.prompt is not None:
         try:
             args.prompt.encode()

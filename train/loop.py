@@ -123,6 +123,7 @@ class RunState(Generic[R]):
     best: highest value of the stage's selection metric so far.
     step: over all stages.
     first: the step at which the stage began.
+    seconds: of the steps so far, over all stages, without evaluations and checkpoints.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -139,6 +140,7 @@ class RunState(Generic[R]):
     best: float = -math.inf
     step: int = 0
     first: int = 0
+    seconds: float = 0.0
     resumed: bool = False
 
     @property
@@ -265,6 +267,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
     stepped: Any = torch.compile(module) if recipe.precision.compile else module
     meter, note, began, spent = _Meter(), "", time.monotonic(), 0.0
     original.train()
+    since = time.monotonic()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
     with bar, interruptible() as stop_requested:
         for step in range(start, stage.num_steps):
@@ -313,13 +316,14 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
             if run.step % LOG_EVERY == 0 or ends:
                 note = meter.log(run, stage, rate)
             bar(step + 1, note)
+            run.seconds, since = run.seconds + time.monotonic() - since, time.monotonic()
             if ends or (step + 1) % recipe.evaluate.every == 0:
                 _evaluate(run, original, stage, evaluate, best_on)
-                meter.since = time.monotonic()
+                meter.since = since = time.monotonic()
             stops = stop_requested() if processes == 1 else bool(stop_all)
             if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
                 _save(run, original, module, optimizer, stage, step + 1)
-                meter.since = time.monotonic()
+                meter.since = since = time.monotonic()
             if stops:
                 raise KeyboardInterrupt(f"stopped at step {run.step}; saved. Go on with --resume")
             if ends:
@@ -386,6 +390,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
         )
     checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
     run.best, run.step, run.resumed = state["best"], state["step"], True
+    run.seconds = state.get("seconds", math.nan)  # older ones have none
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
@@ -420,6 +425,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
     if run.main:
         state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
+        state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         if not zero_2:
             sharded.forget(run.checkpoints)
         checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)

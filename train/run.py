@@ -6,6 +6,7 @@ A script in train/ has its recipe sections, its loss, its evaluation and its sta
 
 import argparse
 import contextlib
+import math
 import shlex
 import subprocess
 import sys
@@ -62,6 +63,7 @@ class Run(RunState[R]):
     held_out: Batch = field(default_factory=dict)
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
+    labels_seen: int | None = 0
 
     # ---- before training
 
@@ -247,7 +249,10 @@ class Run(RunState[R]):
         sources = recipe.data.train
         names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
         sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
-        loop.fit(self, module, sampler.stage(stage.samples, before, beside), stage, evaluate, best_on)
+        samples = sampler.stage(stage.samples, before, beside)
+        loop.fit(self, module, samples, stage, evaluate, best_on)
+        labels = samples.labels()
+        self.labels_seen = None if self.labels_seen is None or labels is None else self.labels_seen + labels
         if take_best:
             module.load_state_dict(checkpoint.read_tensors(self.checkpoints / "best" / stage.name), strict=False)
 
@@ -307,7 +312,10 @@ class Run(RunState[R]):
         t = recipe.target
         own = {"target_fingerprint": self.fingerprint, "dtype": t.dtype, "init_from": recipe.init_from}
         own |= {"licence": recipe.export.licence}
-        own |= {"data_labels": self.data_labels, **facts}  # tokens that training predicts, by source
+        own |= {"data_labels": self.data_labels}  # tokens that training predicts, by source
+        # The same, those of a row again each time it came; time of the steps, without evaluations.
+        seconds = round(self.seconds, 1) if math.isfinite(self.seconds) else None
+        own |= {"labels_seen": self.labels_seen, "training_seconds": seconds, **facts}
         template = template_for(recipe.data, target.tokenizer)
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)

@@ -109,6 +109,21 @@ class StageSamples:
         batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
 
+    def labels(self) -> int | None:
+        """The number of labels in all samples, those of a row again each time it comes; None if a source is streamed,
+        or its rows are no texts."""
+        counted = 0
+        for source, rows in enumerate(self.rows):
+            texts = rows.rows if isinstance(rows, WithHidden) else rows
+            if not isinstance(texts, Rows):
+                return None
+            before = np.concatenate([[0], np.cumsum(texts.samples.supervised)])
+            by_sample = np.diff(before[texts.samples.starts])
+            chosen = self.order[self.order[:, 0] == source, 1]
+            times = np.bincount(chosen, minlength=len(texts.rows)).tolist()
+            counted += sum(int(by_sample[row].sum()) * n for row, n in zip(texts.rows, times, strict=True) if n)
+        return counted
+
     def describe(self, numbers: range) -> str:
         """Where samples come from, for messages: ``stdlib rows 3, 17; package:torch row 4``."""
         rows: dict[str, list[int]] = {}

@@ -106,6 +106,27 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def read_sets(paths: Sequence[Path], most: int | None = None) -> list[Prompt]:
+    """The prompts of several files; where there is more than one, the kind of a row without one is its file's name.
+
+    Args:
+        most: prompts of each file, the first ones, each turn of a conversation being one; all if left out.
+    """
+    found: list[Prompt] = []
+    for path in paths:
+        left = most
+        for prompt in read_prompts(path):
+            if left is not None:
+                if not left:
+                    break
+                prompt = replace(prompt, later=prompt.later[: left - 1])
+                left -= 1 + len(prompt.later)
+            if len(paths) > 1 and prompt.kind is None:
+                prompt = replace(prompt, kind=path.stem)
+            found.append(prompt)
+    return found
+
+
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Each row, and where it is: the file with the line's number, in parquet the row's."""
     if path.suffix == ".parquet" and path.is_file():

@@ -52,6 +52,7 @@ from draftsmith.models.artifact import device_name, read_drafter
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.training import training_of
 
 FAMILIES = {  # drafter_type → module
     "dynaspec": "draftsmith.inference.drafters.dynaspec",
@@ -214,15 +215,19 @@ def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Dra
 
 
 def report_fields(name: str) -> dict[str, Any]:
-    """Fields that the families of a drafter's folders add to its report; where several add one, the first folder's.
-    ``name`` and what is raised are as in :func:`load_drafter`."""
+    """Fields that a drafter's folders add to its report: ``training`` (:func:`training_of`), and those of their
+    families; where several add one, the first folder's. ``name`` and what is raised are as in
+    :func:`load_drafter`."""
     fields: dict[str, Any] = {}
     for each in filter(names.has_folder, names.parts_of(name)):
         folder = resolve_folder(each)
         config = json_object(folder / "config.json", "drafter config")
         family = family_of(folder, config) if "drafter_type" in config else None  # published: EAGLE or Medusa
-        if hasattr(family, "report_fields"):
-            fields = family.report_fields(folder, config) | fields
+        own = family.report_fields(folder, config) if hasattr(family, "report_fields") else {}
+        kind = config.get("drafter_type")
+        if kind is not None:
+            own = {"training": {"drafter_type": kind, **training_of(folder)}} | own
+        fields = own | fields
     return fields
 
 

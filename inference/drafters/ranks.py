@@ -286,20 +286,26 @@ def ensemble_depths(trees: Sequence[Topology], ranks: Tensor) -> Tensor:
 
 
 def simulate_depths(accepted: Tensor, begins: Tensor) -> float:
-    """τ of steps that accept ``accepted [S, T]`` drafted tokens where they begin; ``begins [S, T]``: where one can."""
-    tokens = steps = 0
+    """τ of the steps of :func:`simulated_steps`, 0 if there is none."""
+    committed = [tokens for row in simulated_steps(accepted, begins) for _, tokens in row]
+    return sum(committed) / len(committed) if committed else 0.0
+
+
+def simulated_steps(accepted: Tensor, begins: Tensor) -> list[list[tuple[int, int]]]:
+    """Of each text the steps, as the place where it begins and its committed tokens, if steps accept ``accepted
+    [S, T]`` drafted tokens where they begin; ``begins [S, T]``: where one can."""
+    found: list[list[tuple[int, int]]] = []
     for row, can in zip(accepted.tolist(), begins.tolist(), strict=True):
-        places = [t for t, at in enumerate(can) if at]
-        if not places:
-            continue
-        t, end = places[0], places[-1]
+        places, steps = [t for t, at in enumerate(can) if at], list[tuple[int, int]]()
+        t, end = (places[0], places[-1]) if places else (0, -1)
         while t <= end:
             if not can[t]:  # between two answers, or an answer's last token
                 t += 1
                 continue
-            tokens += min(row[t], end - t) + 1  # a bonus token behind the text's end is not committed
-            steps, t = steps + 1, t + row[t] + 1
-    return tokens / steps if steps else 0.0
+            steps.append((t, min(row[t], end - t) + 1))  # a bonus token behind the text's end is not committed
+            t += row[t] + 1
+        found.append(steps)
+    return found
 
 
 def matched_answers(next_ranks: Tensor, supervised: Tensor, count: int) -> Tensor:

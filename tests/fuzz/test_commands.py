@@ -84,6 +84,8 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--count": NUMBERS, "--prompt-tokens": NUMBERS, "--tokenizer": ("nowhere",), "--out": (".", "README.md"),
         "--split": ("half",),
     }),
+    "benchmarks.tau_by_tokens": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
+        "--first": NUMBERS, "--chains": NUMBERS, "--batch-size": NUMBERS, "--max-new-tokens": NUMBERS}),
     "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
     "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
     "benchmarks.kmeans": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
@@ -191,6 +193,9 @@ QUICK = [
             "ensembles.py a/b --prompts nowhere.jsonl",
             "shortlist_heads.py nowhere --prompts README.md",
             "shortlist_heads.py a/b --prompts nowhere.jsonl",
+            "tau_by_tokens.py nowhere=3k --prompts README.md",
+            "tau_by_tokens.py models/smollm2-medusa --prompts nowhere.jsonl",
+            "coder_table.py nowhere.json",
         )
     ),
     ("benchmarks/medusa_stages.py", "--prompts", "nowhere.jsonl"),

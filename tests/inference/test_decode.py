@@ -682,6 +682,7 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --threads 1000000", "--threads 1000000: must be at most"),
         ("DRAFTER --seconds 0", "--seconds 0: must be above 0"),
         ("DRAFTER --seconds nan", "--seconds nan: must be above 0"),
+        ("DRAFTER --first 0", "--first 0: must be at least 1"),
         ("DRAFTER --show -1", "--show -1: must be at least 0"),
         ("DRAFTER --live --report x", "--live prints the texts of --prompts and measures nothing"),
         ("DRAFTER ngram --live", "--prompt, --interactive and --live take one DRAFTER"),

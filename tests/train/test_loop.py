@@ -320,6 +320,12 @@ def test_a_finished_run_is_not_trained_again(tmp_path, uninterrupted):
     before = (tmp_path / "metrics.jsonl").read_text()
     assert same(weights(train(tmp_path, True)), uninterrupted[0])
     assert (tmp_path / "metrics.jsonl").read_text() == before
+    seconds = json.loads((tmp_path / "checkpoints/step-14/state.json").read_text())["seconds"]
+    assert 0 < seconds < 100
+    again = job(tmp_path, resume=True, stages=("second",))
+    again.step = 6
+    fit(again, Toy(dropout=0.3), stage(steps=8, accumulate=2, name="second"))
+    assert again.seconds == seconds, "those of the steps before"
     state = tmp_path / "checkpoints/step-14/state.json"
     state.write_text(state.read_text()[:9])
     with pytest.raises(ValueError, match="damaged checkpoint"):

@@ -24,6 +24,7 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.training import training_of
 from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little
 
@@ -212,6 +213,10 @@ def test_the_run_folder(whole, tiny_lm):
     assert {"versions", "device", "git_commit", "data_sha256", "data_labels", "command", "date"} <= set(provenance)
     answers = load_file(whole / "answers/train-0/model.safetensors")
     assert provenance["data_labels"] == [int(answers["supervised"].sum())]
+    training = training_of(whole)
+    assert training["answer_tokens"] == provenance["data_labels"][0] and training["steps"] == 30
+    assert training["labels_seen"] == provenance["labels_seen"] > 0
+    assert training["seconds"] == provenance["training_seconds"] > 0
     resolved = (whole / "recipe.yaml").read_text()
     assert resolved.startswith("# accelerate launch train/medusa.py ")
     assert yaml.safe_load(resolved)["stages"][0]["optim"]["clip"] == 1.0, "defaults are written out"

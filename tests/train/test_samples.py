@@ -95,6 +95,19 @@ def test_the_batches_of_a_stage():
     assert Sampler([short], [1.0], 3, ["a"]).stage(3).describe(range(2)).startswith("a rows ")
 
 
+def test_labels_of_a_stage_are_those_of_its_batches():
+    """Those of a row each time it comes, with kept hidden states, too; not known of rows that are no texts."""
+    ids = itertools.count(1)
+    marked = [Sample([next(ids) for _ in range(n)], [place % 3 > 0 for place in range(n)]) for n in (5, 3, 8, 2, 7)]
+    rows = Rows(Tokenized.of(marked), 9, share=True)
+    other = Rows(Tokenized.of(marked[2:]), 9, share=True)
+    kept = WithHidden(rows, torch.zeros(len(rows), 9, 2))
+    for sources in ([rows, other], [kept]):
+        stage = Sampler(sources, [1.0, 2.0][: len(sources)], 3, ["a", "b"][: len(sources)]).stage(20, before=4)
+        assert stage.labels() == int(stage(range(20))["supervised"].sum()) > 40
+    assert Sampler([rows, SimpleNamespace(length=1)], [1.0, 1.0], 3, ["a", "b"]).stage(5).labels() is None
+
+
 def test_rows_beside_the_samples_are_taken_in_turn():
     stage = Sampler([rows_of(3, 3)], [1.0], 0, ["a"]).stage(7, beside={"written": torch.arange(3)})
     assert stage(range(7))["written"].tolist() == [0, 1, 2, 0, 1, 2, 0]

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, with_later_turns
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts, read_sets, with_later_turns
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -47,6 +47,23 @@ def test_kinds_of_text(tmp_path):
     kinds = ["code", "", None, 3, ["code"], "日本語"]
     path.write_text("".join(json.dumps({"prompt": "a", "kind": kind}) + "\n" for kind in kinds) + '{"turns": ["a"]}')
     assert [prompt.kind for prompt in read_prompts(path)] == ["code", None, None, None, None, "日本語", None]
+
+
+def test_sets_of_prompts(tmp_path):
+    """Of several files, the kind of a row without one is its file's name; a turn counts as a prompt."""
+    rows = {
+        "gsm8k": [{"turns": ["a"]}, {"turns": ["b"], "category": "sums"}, {"turns": ["c"]}],
+        "mt-bench": [{"turns": ["d", "e", "f"]}, {"turns": ["g", "h"]}, {"turns": ["i"]}],
+    }
+    paths = [tmp_path / f"{name}.jsonl" for name in rows]
+    for path, lines in zip(paths, rows.values(), strict=True):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_sets(paths, 4)
+    assert [prompt.kind for prompt in found] == ["gsm8k", "sums", "gsm8k", "mt-bench", "mt-bench"]
+    assert [prompt.later for prompt in found[3:]] == [("e", "f"), ()]
+    assert [len(read_sets(paths, most)) for most in (1, 2, None)] == [2, 3, 6]
+    assert read_sets(paths, 2)[-1].later == ("e",)
+    assert [prompt.kind for prompt in read_sets(paths[:1])] == [None, "sums", None]
 
 
 LINES = [
