@@ -4,8 +4,8 @@
     python tools/pieces.py join pieces --out FILE.gguf [--sha256 HEX]
 
 Pieces are NAME.000, NAME.001, …, and beside them NAME.pieces.json has their number, the file's size and its SHA-256,
-which joining checks. Needs Python alone: the machine that joins may have nothing installed. A piece that is missing, cut
-short or of another file ends it with one line; nothing is written then. Exit codes: 0 done, 2 bad input.
+which joining checks. Needs Python alone: the machine that joins may have nothing installed. A piece that is missing,
+cut short or of another file ends it with one line; nothing is written then. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse

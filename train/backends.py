@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
         )
     longest = min(target.context, e.max_length)
 
+    @cache
+    def ends_with_stop_id(closing: str) -> bool:
+        ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+        return len(ids) == 1 and ids[0] in target.stop_ids
+
     def next_request(conversation: Conversation) -> Request | None:
         assert conversation.pending is not None
         tokens, closing = d.max_new_tokens, None
@@ -90,8 +96,9 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
             return None
         conversation.closing = closing
         tokens = min(tokens, longest - len(prompt))
-        # Not every target stops at the closing, which may be a special token that the text does not show.
-        return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=[closing] if closing else [])
+        # Not every target stops at the closing. Where it does, nothing needs to look for it in the text at each token.
+        strings = [closing] if closing and not ends_with_stop_id(closing) else []
+        return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=strings)
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
         text, reason = answer_text(target, result.tokens), result.finish_reason

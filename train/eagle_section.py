@@ -23,10 +23,7 @@ class EagleSection(Section):
         "of init_from, else 2, n/2 and n − 3 of n layers",
     )
     intermediate_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=1 << 20,
-        description="of the MLP; null: the target's, or that of init_from",
+        default=None, ge=1, le=1 << 20, description="of the MLP; null: the target's, or that of init_from"
     )
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")

@@ -44,6 +44,7 @@ SETS = ("humaneval", "mbpp", "gsm8k", "mt-bench")
 PER_SET = 16  # prompts of each set that are decoded
 GRACE = 20  # seconds between an interrupt and a kill
 HELD_OUT = 256  # conversations, or a tenth
+CHECKED = ("--check-lossless", "--seconds")
 METHODS = ("medusa", "eagle3", "ngram", "medusa+ngram", "eagle3+ngram")
 
 
@@ -167,22 +168,18 @@ class Bundle:
         here = [name for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()]
         drafters = [method if method == "ngram" else str(self.out / method) for method in METHODS
                     if method == "ngram" or method.split("+")[0] in here]  # fmt: skip
-        files = []
-        for each in SETS:
-            file = self.out / f"prompts-{prompts}" / f"{each}.jsonl"
-            rows = read_text(self.prompts / f"{each}.jsonl").splitlines()[:prompts]
-            write_text(file, "".join(row + "\n" for row in rows))
-            files += ["--prompts", str(file)]
+        files = [word for each in SETS for word in ("--prompts", str(self.prompts / f"{each}.jsonl"))]
+        files += ["--first", str(prompts)]
         tokens = 8 if self.toy else 128
         words = python("inference/decode.py", *drafters, *files, "--max-new-tokens", tokens, "--baseline", "engine",
                        "--report", self.out / name, *options)  # fmt: skip
         return Job(name, words, self.out / name / "report.json", environment)
 
     def decode(self) -> list[Job]:
-        return [self.decoding("report", 1 if self.toy else PER_SET, {}, "--seconds", "1" if self.toy else "60")]
+        return [self.decoding("report", 1 if self.toy else PER_SET, {}, *CHECKED, "1" if self.toy else "60")]
 
     def same_bits(self) -> list[Job]:
-        options = ("--check-lossless", "--seconds", "1")
+        options = (*CHECKED, "1")
         return [self.decoding("report-same-bits", 1 if self.toy else 2, {"DRAFTSMITH_SAME_BITS": "1"}, *options)]
 
     # ---- between the commands
@@ -191,14 +188,15 @@ class Bundle:
         """Write train.jsonl, held.jsonl and the shares of the curve from the answers; returns what to say of them."""
         from draftsmith.tools.overlap import passages
 
-        rows: list[list[dict[str, str]]] = []
+        rows: list[dict[str, Any]] = []
         for path in [*sorted((self.out / "answers").glob("shard-*.jsonl")), *self.given]:
             for line in read_text(path).splitlines():
                 with suppress(ValueError, LookupError):  # a line that was being written
-                    rows.append([{"role": m["role"], "content": m["content"]} for m in json.loads(line)["messages"]])
+                    row = json.loads(line)
+                    rows.append({"messages": row["messages"], "finish_reason": row["finish_reason"]})
         asked = {passage for name in SETS for row in read_text(self.prompts / f"{name}.jsonl").splitlines()
                  for turn in json.loads(row)["turns"] for passage in passages(turn).tolist()}  # fmt: skip
-        clean = [row for row in rows if not asked.intersection(*[passages(row[0]["content"]).tolist()])]
+        clean = [row for row in rows if not asked.intersection(*[passages(row["messages"][0]["content"]).tolist()])]
         random.Random(0).shuffle(clean)
         held = max(1, min(HELD_OUT, len(clean) // 10))
         self.write("held.jsonl", clean[:held])
@@ -215,17 +213,17 @@ class Bundle:
         write_json(self.out / "data.json", facts)
         return ", ".join(f"{name} {value:,}" for name, value in facts.items())
 
-    def tokens(self, row: list[dict[str, str]]) -> int:
-        """Answer tokens of a conversation, the end of each answer included."""
+    def tokens(self, row: dict[str, Any]) -> int:
+        """Answer tokens of a conversation, the ends of the answers included."""
         if not hasattr(self, "tokenizer"):
             from draftsmith.models.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer("models/tiny-lm" if self.toy else self.model)
-        answers = [message["content"] for message in row if message["role"] == "assistant"]
+        answers = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         return sum(map(len, self.tokenizer(answers)["input_ids"])) + len(answers)
 
-    def write(self, name: str, rows: list[list[dict[str, str]]]) -> None:
-        write_text(self.out / name, "".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in rows))
+    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
+        write_text(self.out / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 TOY_TARGET = ["target.name=models/tiny-lm", "target.model_type=llama"]
