@@ -72,6 +72,7 @@ class NgramDrafter(Drafter):
     """
 
     static = learns = True
+    reads_own_path = False
     sources = ("ngram",)
 
     def __init__(
@@ -110,6 +111,8 @@ class NgramDrafter(Drafter):
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.max_match, axis=1)  # [B, S + 1, G]
             self.builder = HostTreeBuilder(self.device, cache.rows)
             return
+        self.tokens = self.history[:, self.max_match :]  # [B, S]
+        self.drafts: Tensor | None = None  # of the current step; None if it was left out
         self.numbers = torch.arange(columns, device=device)
         self.places = self.numbers[: self.max_depth]  # of a continuation's tokens
         self.continuations = self.numbers[: self.branching, None]
@@ -133,7 +136,8 @@ class NgramDrafter(Drafter):
 
     def skip(self, state: State) -> None:
         if not self.on_host:
-            self.propose(state)
+            self.drafts = None
+            self.tokens.scatter_(1, state.length[:, None], state.root[:, None])
             return
         roots, self.lengths = state.root.tolist(), state.length.tolist()
         self.candidates = [_Candidates(HostTree([root], [-1], [0], [1.0])) for root in roots]
@@ -145,6 +149,12 @@ class NgramDrafter(Drafter):
             self._absorb_on_host(verdict, tree)
         else:
             self._absorb_on_device(state, verdict, tree)
+
+    def _read_path(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
+        """Keep the accepted tokens; those beyond them are overwritten later, as the bonus token is, the next root."""
+        if tree.tokens.shape[1] > 1:
+            drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1))
+            self.tokens.scatter_(1, state.length[:, None] + self.numbers[1 : drafted.shape[1] + 1], drafted)
 
     def _propose_on_host(self, state: State) -> TokenTree:
         roots, self.lengths = state.root.tolist(), state.length.tolist()
@@ -266,6 +276,9 @@ class NgramDrafter(Drafter):
         )
 
     def _absorb_on_device(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
+        if self.drafts is None:
+            self._read_path(state, verdict, tree)
+            return
         accepted, bonus = verdict.length[:, None], verdict.bonus[:, None]
         drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1))
         committed = torch.where(self.numbers[: drafted.shape[1]] < accepted, drafted, bonus)
