@@ -136,8 +136,7 @@ class NgramDrafter(Drafter):
 
     def skip(self, state: State) -> None:
         if not self.on_host:
-            self.drafts = None
-            self.tokens.scatter_(1, state.length[:, None], state.root[:, None])
+            self.drafts = None  # ``absorb`` keeps the root, too
             return
         roots, self.lengths = state.root.tolist(), state.length.tolist()
         self.candidates = [_Candidates(HostTree([root], [-1], [0], [1.0])) for root in roots]
@@ -151,10 +150,12 @@ class NgramDrafter(Drafter):
             self._absorb_on_device(state, verdict, tree)
 
     def _read_path(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
-        """Keep the accepted tokens; those beyond them are overwritten later, as the bonus token is, the next root."""
-        if tree.tokens.shape[1] > 1:
-            drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1))
-            self.tokens.scatter_(1, state.length[:, None] + self.numbers[1 : drafted.shape[1] + 1], drafted)
+        """Keep the root and the accepted tokens; what follows them is overwritten later."""
+        tokens, places = tree.tokens, state.length[:, None]
+        if tokens.shape[1] > 1:
+            tokens = tokens.gather(1, verdict.path.clamp(max=tokens.shape[1] - 1))
+            places = places + self.numbers[: tokens.shape[1]]
+        self.tokens.scatter_(1, places, tokens)
 
     def _propose_on_host(self, state: State) -> TokenTree:
         roots, self.lengths = state.root.tolist(), state.length.tolist()

@@ -58,7 +58,8 @@ class Drafter(Protocol):
     static: ``propose`` and ``absorb`` can run with fixed shapes and without host synchronisation (if ``allocate`` asks
         for it), so that a CUDA graph can capture them.
     random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
-    sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
+    sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``, unless
+        ``State.alone`` names the only one.
     learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
         probabilities of its nodes by what comes true in a text itself.
     raced: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of it.

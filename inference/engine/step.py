@@ -402,9 +402,11 @@ class Step:
         if self.num_sources and count == 1:
             self.by_source.zero_()
         elif alone is not None:
-            nodes = tree.valid.sum(1, keepdim=True)
-            fixed, by_nodes = self.of_source[alone]
-            torch.addcmul(fixed, by_nodes, nodes, out=self.by_source)
+            fixed, by_nodes = (each.expand(self.rows, -1) for each in self.of_source[alone])
+            if tree.static is not None:  # all are valid
+                torch.add(fixed, by_nodes, alpha=count, out=self.by_source)
+            else:
+                torch.addcmul(fixed, by_nodes, tree.valid.sum(1, keepdim=True), out=self.by_source)
         elif self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
