@@ -8,8 +8,8 @@ Of the merged nodes the likeliest by the drafters' acceptance probabilities (``T
 as the step's budget says. Nodes drawn at random are all kept, and which of the others are kept does not depend on the
 drawn tokens (algorithms.md §2, C2).
 
-In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams. One of
-them may be asked alone (``State.alone``): its tree is proposed as it is, and the others keep up with the text.
+In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams. One
+drafter may be asked alone (``State.alone``): its tree is proposed as it is, and the others keep up with the text.
 
 Steps of fixed shape, and steps with random draws, merge by tensor operations (``merge_tensors.py``); other eager steps
 merge on the host (``host_tree.py``).

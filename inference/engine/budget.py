@@ -6,7 +6,8 @@ compiled steps, with ``--all-nodes``, and of a Medusa tree whose size was measur
     speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
 
 :class:`Budget` answers for eager steps: whether to ask a drafter at all, whether another level pays, how many nodes to
-keep. :class:`Sizes` chooses among the node counts of static steps, each a graph, before a step is launched.
+keep. :class:`Sizes` chooses, before a static step is launched, among graphs: one for each node count and, in a merge,
+for all drafters and for the first and the last one alone.
 
 Whatever is measured can change, and heals: times are the shortest of the latest ones, and a drafter that did not pay
 is tried again after :data:`RETRY` steps, or so rarely that trials take :data:`TRIALS` of the time. Estimated acceptance
@@ -490,6 +491,6 @@ class Sizes:
         known.came_true = SIZES_DECAY * known.came_true + mean - 1
         known.estimated = SIZES_DECAY * known.estimated + means[known.choices.index(choice)] - 1
         best, seconds = self.seconds[self.best].shortest, self.seconds[choice].shortest
-        if choice.alone != self.best.alone or self.best == ROOT:
-            if best and seconds and mean / seconds > MARGIN * self.tokens(self.best) / best:
-                self.again = choice
+        on_trial = choice.alone != self.best.alone or self.best == ROOT
+        if on_trial and best and seconds and mean / seconds > MARGIN * self.tokens(self.best) / best:
+            self.again = choice

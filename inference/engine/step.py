@@ -141,13 +141,13 @@ class Step:
         self.sizes: Sizes | None = None
         self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
         if self.chooses and static:
-            counts = {None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]}
+            counts: dict[int | None, list[int]] = {None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]}
             for alone, most in drafter.own_counts.items():  # no further numbers, for which kernels would be compiled
                 own = [size for size in SIZES if size <= most]
                 counts[alone] = own if len(own) > 1 else [1, most]
             self.sizes = Sizes(counts)
             widest = max(map(len, counts.values()))
-            self.last_of_size = {
+            self.last_of_size: dict[int | None, Tensor] = {
                 alone: torch.tensor([size - 1 for size in (*own, *[own[-1]] * (widest - len(own)))], device=device)
                 for alone, own in counts.items()
             }

@@ -624,7 +624,8 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
             step.reset()
             step.begin(slice(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
             if static and drafter.static:
-                for step.choice in (WHOLE, *(step.sizes.choices if step.sizes else ())):
+                for choice in (WHOLE, *(step.sizes.choices if step.sizes else ())):
+                    step.choice = choice
                     simulate_capture(step)
             else:
                 for _ in range(5):

@@ -726,10 +726,10 @@ def test_a_drafter_left_out_of_static_steps_keeps_up(make_target, monkeypatch, k
     target = phrases(make_target)
     trees = {}
     for lazy in (True, False):
-        drafter, its = merge_of(target, kind, make_target, 64), []
+        drafter, its, asked = merge_of(target, kind, make_target, 64), [], []
         for number, each in enumerate(drafter.drafters):
 
-            def proposed(state, number=number, propose=each.propose, its=its):
+            def proposed(state, number=number, propose=each.propose, its=its, asked=asked):
                 tree = propose(state)
                 rows = zip(state.active.tolist(), tree.tokens.tolist(), tree.valid.tolist(), strict=True)
                 tokens = [[t for t, valid in zip(*row, strict=True) if valid] for active, *row in rows if active]
@@ -741,7 +741,7 @@ def test_a_drafter_left_out_of_static_steps_keeps_up(make_target, monkeypatch, k
             if not lazy:
                 each.skip = proposed
         drafter.chooses = True
-        asked, rng = [], random.Random(5)
+        rng = random.Random(5)
 
         def choose(sizes, most, asked=asked, rng=rng):
             asked.append(rng.choice((WHOLE, Choice(0, 0), Choice(0, 1), Choice(0, 1), ROOT, ROOT)))

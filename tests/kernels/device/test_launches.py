@@ -111,7 +111,7 @@ def test_what_is_left_out_launches_next_to_nothing(of_layers, drafter, choice, t
     without = step_launches(target, than[0](target), mode, than[1])
     more = Counter(launches)
     more.subtract(without)
-    print(f"launches more: {sum(more.values())}, {({name: count for name, count in more.items() if count})}")
+    print(f"launches more: {sum(more.values())}", {name: count for name, count in more.items() if count})
     assert sum(more.values()) <= most
 
 
