@@ -452,7 +452,7 @@ class Sizes:
         length = self.seconds[best].shortest
         if length is None:
             return best
-        if again in speeds:
+        if again is not None and again in speeds:
             return again
         own = None if best == ROOT else self.sets[best.alone]
         in_use = [] if own is None else [each for each in own.choices[1:] if each in speeds and each != best]

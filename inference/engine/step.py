@@ -141,7 +141,9 @@ class Step:
         self.sizes: Sizes | None = None
         self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
         if self.chooses and static:
-            counts: dict[int | None, list[int]] = {None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]}
+            counts: dict[int | None, list[int]] = {
+                None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]
+            }
             for alone, most in drafter.own_counts.items():  # no further numbers, for which kernels would be compiled
                 own = [size for size in SIZES if size <= most]
                 counts[alone] = own if len(own) > 1 else [1, most]
