@@ -61,7 +61,7 @@ class EagleDrafter(Drafter):
             the tree is empty, too large, or asks for more tokens than it drafts.
     """
 
-    static = True
+    static, reads_own_path = True, False
 
     def __init__(
         self,

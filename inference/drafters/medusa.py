@@ -44,7 +44,7 @@ class MedusaDrafter(Drafter):
             shortlists do not fit the LM head, or the heads have projections of their own.
     """
 
-    static = True
+    static, reads_own_path = True, False
 
     def __init__(
         self,
@@ -78,7 +78,9 @@ class MedusaDrafter(Drafter):
         _check_topology(topology, heads.config, self.outputs)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        self.tree, self.ranks = StaticTree(topology.parents, self.device), topology.max_rank + 1
+        acceptances = None if self.acceptances is None else [1.0, *self.acceptances]
+        self.tree = StaticTree(topology.parents, self.device, acceptances)
+        self.ranks = topology.max_rank + 1
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)

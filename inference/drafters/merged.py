@@ -8,7 +8,8 @@ Of the merged nodes the likeliest by the drafters' acceptance probabilities (``T
 as the step's budget says. Nodes drawn at random are all kept, and which of the others are kept does not depend on the
 drawn tokens (algorithms.md §2, C2).
 
-In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams.
+In steps of fixed shape on a GPU, drafters that run models of their own propose at the same time, on CUDA streams. One
+drafter may be asked alone (``State.alone``): its tree is proposed as it is, and the others keep up with the text.
 
 Steps of fixed shape, and steps with random draws, merge by tensor operations (``merge_tensors.py``); other eager steps
 merge on the host (``host_tree.py``).
@@ -60,6 +61,10 @@ class MergedDrafter(Drafter):
             width, places = target.hidden_size, [0, *(1 + self.captures.index(layer) for layer in drafter.captures)]
             columns = [torch.arange(place * width, (place + 1) * width, device=target.device) for place in places]
             self.columns.append(None if tuple(drafter.captures) == self.captures else torch.cat(columns))
+        self.reads_own_path = any(drafter.absorbs and drafter.reads_own_path for drafter in self.drafters)
+        # Of an ensemble with further drafters, not each: graphs cost memory, and time before they pay.
+        numbers = {0, len(self.drafters) - 1}
+        self.own_counts = {number: min(self.drafters[number].num_nodes, self.limit) for number in sorted(numbers)}
         self.states: tuple[State, list[State]] | None = None  # the engine's, and the view of each drafter
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -100,6 +105,8 @@ class MergedDrafter(Drafter):
 
     def propose(self, state: State) -> TokenTree:
         self.single = -1
+        if state.alone is not None:
+            return self._alone(state, state.alone)
         trees = self._draft(state)
         drawn = [tree.draws is not None and tree.draws.q is not None for tree in trees]
         assert all(is_drawn <= drafter.random for is_drawn, drafter in zip(drawn, self.drafters, strict=True))
@@ -162,6 +169,14 @@ class MergedDrafter(Drafter):
             current.wait_stream(stream)
         return [trees[number] for number in range(len(self.drafters))]
 
+    def _alone(self, state: State, number: int) -> TokenTree:
+        """The tree of one drafter, without sources."""
+        self.single, views = number, self._states(state)
+        for other, drafter in enumerate(self.drafters):
+            if other != number:
+                drafter.skip(views[other])
+        return replace(self.drafters[number].propose(views[number]), source=None)
+
     def _unmerged(self, tree: TokenTree, number: int) -> TokenTree:
         """The tree of the only drafter that proposes nodes, unchanged."""
         self.single = number
@@ -171,8 +186,9 @@ class MergedDrafter(Drafter):
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         for number, (drafter, view) in enumerate(zip(self.drafters, self._states(state), strict=True)):
             if drafter.absorbs:
-                own_path = verdict.own_path if number == self.single else self._own_path(number, verdict)
-                view_verdict = replace(verdict, own_path=own_path)
+                view_verdict = verdict
+                if drafter.reads_own_path and number != self.single:
+                    view_verdict = replace(verdict, own_path=self._own_path(number, verdict))
                 drafter.absorb(view, view_verdict, tree, _select(features, self.columns[number]))
 
     def _own_path(self, number: int, verdict: Verdict) -> Tensor:

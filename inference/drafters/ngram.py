@@ -73,6 +73,7 @@ class NgramDrafter(Drafter):
     """
 
     static = learns = True
+    reads_own_path = False
     sources = ("ngram",)
 
     def __init__(
@@ -111,6 +112,8 @@ class NgramDrafter(Drafter):
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.max_match, axis=1)  # [B, S + 1, G]
             self.builder = HostTreeBuilder(self.device, cache.rows)
             return
+        self.tokens = self.history[:, self.max_match :]  # [B, S]
+        self.drafts: Tensor | None = None  # of the current step; None if it was left out
         self.numbers = torch.arange(columns, device=device)
         self.places = self.numbers[: self.max_depth]  # of a continuation's tokens
         self.continuations = self.numbers[: self.branching, None]
@@ -134,7 +137,7 @@ class NgramDrafter(Drafter):
 
     def skip(self, state: State) -> None:
         if not self.on_host:
-            self.propose(state)
+            self.drafts = None  # ``absorb`` keeps the root, too
             return
         roots, self.lengths = state.root.tolist(), state.length.tolist()
         self.candidates = [_Candidates(HostTree([root], [-1], [0], [1.0])) for root in roots]
@@ -146,6 +149,14 @@ class NgramDrafter(Drafter):
             self._absorb_on_host(verdict, tree)
         else:
             self._absorb_on_device(state, verdict, tree)
+
+    def _read_path(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
+        """Keep the root and the accepted tokens; what follows them is overwritten later."""
+        tokens, places = tree.tokens, state.length[:, None]
+        if tokens.shape[1] > 1:
+            tokens = tokens.gather(1, verdict.path.clamp(max=tokens.shape[1] - 1))
+            places = places + self.numbers[: tokens.shape[1]]
+        self.tokens.scatter_(1, places, tokens)
 
     def _propose_on_host(self, state: State) -> TokenTree:
         roots, self.lengths = state.root.tolist(), state.length.tolist()
@@ -267,6 +278,9 @@ class NgramDrafter(Drafter):
         )
 
     def _absorb_on_device(self, state: State, verdict: Verdict, tree: TokenTree) -> None:
+        if self.drafts is None:
+            self._read_path(state, verdict, tree)
+            return
         accepted, bonus = verdict.length[:, None], verdict.bonus[:, None]
         drafted = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=tree.tokens.shape[1] - 1))
         committed = torch.where(self.numbers[: drafted.shape[1]] < accepted, drafted, bonus)

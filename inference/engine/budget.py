@@ -6,7 +6,8 @@ compiled steps, with ``--all-nodes``, and of a Medusa tree whose size was measur
     speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
 
 :class:`Budget` answers for eager steps: whether to ask a drafter at all, whether another level pays, how many nodes to
-keep. :class:`Sizes` chooses among the node counts of static steps, each a graph, before a step is launched.
+keep. :class:`Sizes` chooses, before a static step is launched, among graphs: one for each node count and, in a merge,
+for all drafters and for the first and the last one alone.
 
 Whatever is measured can change, and heals: times are the shortest of the latest ones, and a drafter that did not pay
 is tried again after :data:`RETRY` steps, or so rarely that trials take :data:`TRIALS` of the time. Estimated acceptance
@@ -19,9 +20,9 @@ Shape letters: B rows, S cached tokens, M candidates (root included), N nodes ke
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from draftsmith.inference.verify.sampling import Rows, row_numbers
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
-RETIMED = 256  # the former for static steps, whose sizes are then timed FEWEST times anew: half a percent of the time
+LATEST_OF_SIZE, RETIMED = 8, 256  # the former for static steps; of these, how long a size of the drafters in use waits
 RETRY, TRIALS = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
 UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
 CHEAP = 0.015  # a drafter that takes less, in plain steps, is always asked
@@ -40,6 +41,7 @@ MARGIN = 1.03  # least gain in speed for which a drafter is asked
 RATE = 0.1  # of moving averages, per step
 PRIOR = 4.0  # weight of what all texts showed, in tokens, beside what came true in the row's own
 DECAY, SLOW_DECAY = 0.97, 0.999  # of what came true in a text, and in all, per step
+SIZES_DECAY = 0.98  # of what came true in static steps, per step that drafts
 FACTORS = (0.05, 2.0)  # bounds of a correction
 MISJUDGED = 0.6  # steps that take this share of their measured cost, or less, say that it was measured in a bad moment
 
@@ -349,61 +351,148 @@ class Budget:
         return best, count
 
 
+class Choice(NamedTuple):
+    """What a static step drafts.
+
+    nodes: of its trees, root included; 0 for whole trees, 1 for the root alone.
+    alone: the number of the only drafter of a merge that is asked; None: all of them are.
+    """
+
+    nodes: int
+    alone: int | None = None
+
+
+WHOLE, ROOT = Choice(0), Choice(1)
+
+
+@dataclass
+class _Drafted:
+    """What is known of the trees of a drafter, or of all of them together.
+
+    came_true, estimated: Σ (committed tokens − 1) and Σ (expected tokens − 1), decayed.
+    """
+
+    choices: list[Choice]  # ascending by nodes, the root alone first
+    expected: list[float]  # tokens of each choice: moving averages
+    came_true: float = 1.0
+    estimated: float = 1.0
+    steps: int = 0
+
+    @property
+    def factor(self) -> float:
+        """How much likelier than estimated a draft is accepted."""
+        return min(self.came_true / max(self.estimated, 1e-9), FACTORS[1])
+
+
 class Sizes:
-    """The choice of a static step's node count. The size with the most expected tokens per second is the best:
+    """The choice of a static step's node count and, in a merge, whether all drafters are asked, or one alone. The
+    choice with the most expected tokens per second is the best:
 
         tokens_n = 1 + f · (mean over the latest steps of Σ of the n − 1 highest acceptance probabilities)
 
-    f says how much likelier than estimated a draft is accepted in the texts being decoded: after each step,
-    f ← f + rate · (committed tokens − tokens_n), whose fixed point is the f that explains the mean.
+    f says how much likelier than estimated a draft is accepted in the texts being decoded, over the latest steps that
+    asked these drafters: Σ (committed tokens − 1) / Σ (estimated ones).
+
+    A choice that is not timed yet is assumed to take as long as the next smaller one of the same drafters, so that it
+    is timed, and its graph captured, only if it may be the best. The others are tried now and then: the best choice of
+    each other set of drafters, and the root alone, after :data:`RETRY` steps for each, other sizes after
+    :data:`RETIMED`; all of them so rarely that they take no more than :data:`TRIALS` of the time. What pays on a trial
+    is tried once more at the next step.
 
     Args:
-        counts: of nodes, root included, ascending; the last one stands for whole trees.
+        counts: of nodes, root included, ascending, from 1 on; the last one stands for whole trees. By drafter that is
+            asked alone, None for all, if there are several sets.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.counts = list(counts)
-        self.seconds = {count: _Times() for count in counts}  # of a step of each size
-        self.expected = dict.fromkeys(counts, 1.0)
-        self.factor, self.without_draft, self.drafted, self.steps = 1.0, 0, 0, 0
+    def __init__(self, counts: Sequence[int] | Mapping[int | None, Sequence[int]]) -> None:
+        by_set = counts if isinstance(counts, Mapping) else {None: counts}
+        self.sets: dict[int | None, _Drafted] = {}
+        for alone, own in by_set.items():
+            assert own[0] == 1
+            choices = [ROOT, *(Choice(count, alone) for count in own[1:])]
+            self.sets[alone] = _Drafted(choices, [1.0] * len(own))
+        self.choices = [ROOT, *(each for known in self.sets.values() for each in known.choices[1:])]
+        self.seconds = {choice: _Times(latest=deque(maxlen=LATEST_OF_SIZE)) for choice in self.choices}  # of a step
+        self.last, self.last_timed = (dict.fromkeys(self.choices, 0) for _ in range(2))  # step, of each
+        self.best, self.steps = ROOT, 0
+        self.again: Choice | None = None  # it paid on a trial
 
-    def tokens(self, count: int) -> float:
-        """Expected tokens of a step with a tree of so many nodes."""
-        return 1 + self.factor * (self.expected[count] - 1)
+    def tokens(self, choice: Choice) -> float:
+        """Expected tokens of a step."""
+        if choice == ROOT:
+            return 1.0
+        known = self.sets[choice.alone]
+        return 1 + known.factor * (known.expected[known.choices.index(choice)] - 1)
 
-    def choose(self, most: int | None = None) -> int:
-        """The size of the next step: one that is hardly timed yet, the largest first, or the one with the most tokens
-        per second; of those with at most ``most`` nodes."""
-        shortest = {count: self.seconds[count].shortest for count in self.counts if most is None or count <= most}
-        for count in reversed(shortest):
-            if shortest[count] is None:
-                return count
-        best = max(shortest, key=lambda count: self.tokens(count) / (shortest[count] or 1.0))
-        self.without_draft = self.without_draft + 1 if best == 1 else 0
-        if self.without_draft > RETRY and len(shortest) > 1:
-            self.without_draft = 0
-            return self.counts[1]
+    def choose(self, most: int | None = None) -> Choice:
+        """The next step's, with at most ``most`` nodes."""
+        self.steps += 1
+        chosen = self._choose(most)
+        self.last[chosen] = self.steps
+        return chosen
+
+    def _choose(self, most: int | None) -> Choice:
+        if most is not None and most <= 1:
+            return ROOT
+        speeds, rivals = dict[Choice, float](), list[Choice]()
+        for known in self.sets.values():
+            seconds, own = 0.0, list[Choice]()
+            for choice, expected in zip(known.choices, known.expected, strict=True):
+                if most is not None and choice.nodes > most:
+                    break
+                timed = self.seconds[choice].shortest
+                seconds = seconds if timed is None else timed
+                if timed is None and (choice == ROOT or known.steps < FEWEST):
+                    return choice
+                speeds[choice] = (1 + known.factor * (expected - 1)) / seconds
+                if timed is not None and choice != ROOT:
+                    own.append(choice)
+            if own:
+                rivals.append(max(own, key=speeds.__getitem__))
+        best = max(speeds, key=speeds.__getitem__)
+        again, self.again, self.best = self.again, None, best
+        length = self.seconds[best].shortest
+        if length is None:
+            return best
+        if again is not None and again in speeds:
+            return again
+        own = None if best == ROOT else self.sets[best.alone]
+        in_use = [] if own is None else [each for each in own.choices[1:] if each in speeds and each != best]
+        in_use = [each for each in in_use if self.seconds[each].shortest is not None]
+        rivals = [each for each in (ROOT, *rivals) if each != best and each not in in_use]
+        for choice in (*rivals, *in_use):
+            seconds = self.seconds[choice].shortest
+            if seconds is None:
+                continue
+            waits = RETIMED if choice in in_use else RETRY * len(rivals)
+            lost = seconds * (1 - speeds[choice] / speeds[best]) / length  # by a trial, in steps
+            if self.steps - self.last[choice] > max(waits, lost * (len(rivals) + len(in_use)) / TRIALS):
+                return choice
         return best
 
-    def timed(self, count: int, seconds: float) -> None:
-        """Record the time of a step; forget those of sizes that were not used for long, which are then timed anew."""
-        self.seconds[count].add(seconds)
-        self.steps += 1
-        if self.steps % RETIMED == 0:
-            for times in self.seconds.values():
-                times.review()
+    def timed(self, choice: Choice, seconds: float) -> None:
+        """Record the time of a step. After a break it replaces those from before: texts have grown since."""
+        times = self.seconds[choice]
+        if times.shortest is not None and self.steps - self.last_timed[choice] > RETRY:
+            times.latest.extend([seconds] * LATEST_OF_SIZE)
+        times.add(seconds)
+        self.last_timed[choice] = self.steps
 
-    def committed(self, count: int, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
+    def committed(self, choice: Choice, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
         """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count. ``expected``:
-        by row, the expected tokens of each size; not read where nothing was drafted."""
+        by row, the expected tokens of each of its drafters' choices; not read where nothing was drafted."""
         rows = [row for row, number in enumerate(tokens) if number > 0]
-        if not rows or count == 1:
+        if not rows or choice.nodes == 1:
             return
-        error = sum(tokens[row] for row in rows) / len(rows) - self.tokens(count)
-        self.drafted += 1
-        rate = max(RATE, 1 / self.drafted)
-        for at, size in enumerate(self.counts):
-            mean = sum(expected[row][at] for row in rows) / len(rows)
-            self.expected[size] += rate * (mean - self.expected[size])
-        if self.drafted > 1:
-            self.factor = min(max(self.factor + RATE / 2 * error, 0.0), FACTORS[1])
+        known = self.sets[choice.alone]
+        known.steps += 1
+        rate = max(RATE, 1 / known.steps)
+        means = [sum(expected[row][at] for row in rows) / len(rows) for at in range(len(known.choices))]
+        known.expected = [old + rate * (mean - old) for old, mean in zip(known.expected, means, strict=True)]
+        mean = sum(tokens[row] for row in rows) / len(rows)
+        known.came_true = SIZES_DECAY * known.came_true + mean - 1
+        known.estimated = SIZES_DECAY * known.estimated + means[known.choices.index(choice)] - 1
+        best, seconds = self.seconds[self.best].shortest, self.seconds[choice].shortest
+        on_trial = choice.alone != self.best.alone or self.best == ROOT
+        if on_trial and best and seconds and mean / seconds > MARGIN * self.tokens(self.best) / best:
+            self.again = choice

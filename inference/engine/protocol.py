@@ -3,8 +3,9 @@
 Shape letters: B rows of the batch, b rows that begin, T prompt tokens, N nodes, d hidden width, F features per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -46,6 +47,7 @@ class State:
     budget: "Budget | None" = None  # what decides how many nodes an eager step drafts; None: all
     source: int = 0  # the drafter's number in it
     merged: bool = False  # another drafter merges the tree with others
+    alone: int | None = None  # of a merge in a static step, the number of the only drafter that is asked; None: all are
 
 
 class Drafter(Protocol):
@@ -56,11 +58,15 @@ class Drafter(Protocol):
     static: ``propose`` and ``absorb`` can run with fixed shapes and without host synchronisation (if ``allocate`` asks
         for it), so that a CUDA graph can capture them.
     random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
-    sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``.
+    sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``, unless
+        ``State.alone`` names the only one.
     learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
         probabilities of its nodes by what comes true in a text itself.
     raced: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of it.
     chooses: steps leave out the nodes that do not pay; for eager ones it also needs ``costs``, of the target's steps.
+    own_counts: for static steps, nodes at most (root included) that each drafter of a merge proposes if it is asked
+        alone, as ``State.alone`` says; by its number, empty unless it merges several.
+    reads_own_path: ``absorb`` reads ``Verdict.own_path``.
     """
 
     num_nodes: int  # of its trees, root included, at most
@@ -77,6 +83,8 @@ class Drafter(Protocol):
     weighs: bool = True  # its trees have acceptance where the state asks for it
     raced: bool = False
     chooses: bool = False
+    own_counts: Mapping[int, int] = MappingProxyType({})
+    reads_own_path: bool = True
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from draftsmith.inference.engine.budget import Budget, Sizes
+from draftsmith.inference.engine.budget import ROOT, WHOLE, Budget, Choice, Sizes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
@@ -141,14 +141,32 @@ class Step:
         self.sizes: Sizes | None = None
         self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
         if self.chooses and static:
-            self.sizes = Sizes([*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes])
-            self.last_of_size = torch.tensor([size - 1 for size in self.sizes.counts], device=device)
-        columns = first_size + (len(self.sizes.counts) if self.sizes else 0)
+            counts: dict[int | None, list[int]] = {
+                None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]
+            }
+            for alone, most in drafter.own_counts.items():  # no further numbers, for which kernels would be compiled
+                own = [size for size in SIZES if size <= most]
+                counts[alone] = own if len(own) > 1 else [1, most]
+            self.sizes = Sizes(counts)
+            widest = max(map(len, counts.values()))
+            self.last_of_size: dict[int | None, Tensor] = {
+                alone: torch.tensor([size - 1 for size in (*own, *[own[-1]] * (widest - len(own)))], device=device)
+                for alone, own in counts.items()
+            }
+        columns = first_size + (len(self.last_of_size[None]) if self.sizes else 0)
         self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.counts_and_tokens = self.committed[:, :first_source]
         self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, first_source:first_size]
         self.expected = self.committed[:, first_size:]
         self.source_bits = torch.arange(self.num_sources, device=device)
+        # Of steps that one drafter of a merge drafts alone, by its number: ``by_source`` is the first of these plus the
+        # tree's nodes times the second.
+        self.of_source: list[tuple[Tensor, Tensor]] = []
+        for number in range(self.num_sources):
+            fixed, by_nodes = torch.zeros(2, first_size - first_source, dtype=torch.int64)
+            counted = [drafter.max_depth, drafter.max_depth + 1 + number]
+            fixed[: drafter.max_depth], fixed[counted], by_nodes[counted] = 1 << number, -1, 1
+            self.of_source.append((fixed.to(device), by_nodes.to(device)))
         self.budget: Budget | None = None
         self.state.weighs = self.chooses
         self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
@@ -164,11 +182,12 @@ class Step:
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
         self.nodes = 0  # of the trees of the step last launched
-        self.size = 0  # of the next static step, one of the sizes; 0 for whole trees
-        # By the verifier's key and the size of the tree, with the number of its nodes. Graphs share their memory: one
-        # is replayed at a time, and what is read afterwards is not part of it.
-        self._graphs: dict[tuple[tuple[bool, ...], int], tuple[torch.cuda.CUDAGraph, int]] = {}
+        self.choice = WHOLE  # what the next static step drafts
+        # By the verifier's key and what is drafted, with the number of nodes. Graphs share their memory: one is
+        # replayed at a time, and what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[bool, ...], Choice], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
+        self._expected: dict[StaticTree, Tensor] = {}  # tokens of each size
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
 
@@ -246,7 +265,7 @@ class Step:
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
-        if self.drafter.max_depth and (self.static or bool((verdict.path != self.depths).any())):
+        if self.nodes > 1 and (self.static or bool((verdict.path != self.depths).any())):
             path = verdict.path if self.static else verdict.path[:, : int(verdict.length.max()) + 1]
             self.cache.commit(path, verdict.length)
 
@@ -294,7 +313,7 @@ class Step:
                 clock.on_tree(tree, verdict)
         self._commit(verdict)
         features = joined_features(hidden, captured)
-        if chosen is not None:  # the path in the drafter's own numbers
+        if chosen is not None and self.drafter.reads_own_path:  # the path in the drafter's own numbers
             numbers = chosen.gather(1, verdict.path.clamp(max=count - 1))
             verdict = replace(verdict, own_path=torch.where(self.depths <= verdict.length[:, None], numbers, -1))
         self.drafter.absorb(state, verdict, tree, features)
@@ -314,17 +333,14 @@ class Step:
         """The tree to verify; ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left out;
         and the mean number of cached tokens, which only a budget needs."""
         drafter, state, budget = self.drafter, self.state, self.budget
-        most = self.size or None if self.static else self.most_nodes
+        most, state.alone = (self.choice.nodes or None, self.choice.alone) if self.static else (self.most_nodes, None)
         if budget is None:
             if most == 1:
                 drafter.skip(state)
                 return self._root_alone(), None, 0.0
             tree = drafter.propose(state)
             if self.sizes:  # write the expected tokens of each size
-                assert tree.acceptance is not None
-                totals = tree.acceptance.sort(1, descending=True).values.cumsum(1)
-                at = self.last_of_size.clamp(max=totals.shape[1] - 1)
-                self.expected.copy_((totals.index_select(1, at) * _UNIT).long())
+                self.expected.copy_(self._expected_tokens(tree, self.last_of_size[state.alone]))
             return *self._cut(tree, tree.acceptance, most), 0.0
         lengths = self.cache.lengths.tolist()
         cached, several = sum(lengths) / self.rows, len(drafter.sources) > 1  # of which a merge asks each
@@ -340,6 +356,18 @@ class Step:
             acceptance = budget.corrected(0, acceptance, tree.depth)
             budget.proposed(0, acceptance)
         return *self._cut(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance)), cached
+
+    def _expected_tokens(self, tree: TokenTree, last: Tensor) -> Tensor:
+        """Of trees whose likeliest nodes end with these: ``[B, sizes]`` int64, in units of 1 / ``_UNIT``."""
+        static = tree.static
+        if static is not None and static.acceptances is not None:  # the same in every step
+            if static not in self._expected:
+                totals = torch.tensor(static.acceptances).sort(descending=True).values.cumsum(0)
+                self._expected[static] = (totals[last.cpu().clamp(max=len(totals) - 1)] * _UNIT).long().to(last.device)
+            return self._expected[static]
+        assert tree.acceptance is not None
+        totals = tree.acceptance.sort(1, descending=True).values.cumsum(1)
+        return (totals.index_select(1, last.clamp(max=totals.shape[1] - 1)) * _UNIT).long()
 
     def _cut(self, tree: TokenTree, acceptance: Tensor | None, most: int | None) -> tuple[TokenTree, Tensor | None]:
         """The tree of at most so many nodes, the likeliest or, without acceptance probabilities, the first; and their
@@ -378,8 +406,15 @@ class Step:
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
         self.verifier.mark_seen(self.tokens, verdict.length)
+        alone = self.state.alone
         if self.num_sources and count == 1:
             self.by_source.zero_()
+        elif alone is not None:
+            fixed, by_nodes = (each.expand(self.rows, -1) for each in self.of_source[alone])
+            if tree.static is not None:  # all are valid
+                torch.add(fixed, by_nodes, alpha=count, out=self.by_source)
+            else:
+                torch.addcmul(fixed, by_nodes, tree.valid.sum(1, keepdim=True), out=self.by_source)
         elif self.num_sources:
             assert tree.source is not None
             by_node = tree.source[..., None] >> self.source_bits & 1  # [B, N, sources]
@@ -395,20 +430,20 @@ class Step:
         if self.budget and self.budget.misjudged:
             self._measure_again(self.budget)
         self.state.weighs = self.chooses or (self.drafter.weighs and most is not None)
-        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes (0).
-        sizes, self.size = None if clock or (cuda and self.eager) else self.sizes, 0
+        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes.
+        sizes, self.choice = None if clock or (cuda and self.eager) else self.sizes, WHOLE
         if sizes is not None:
-            self.size = sizes.choose(most)
+            self.choice = sizes.choose(most)
         elif self.sizes and most is not None:
-            self.size = max(count for count in self.sizes.counts if count <= most)
-        size = self.size
+            self.choice = max(choice for choice in self.sizes.sets[None].choices if choice.nodes <= most)
+        choice = self.choice
         self.drafter.prepare(self.state)
         began = time.perf_counter()
         events = self.run(clock) if clock else self.advance()
         if not cuda:
             committed = self.committed.tolist()
             if sizes is not None:
-                self._chosen(sizes, size, time.perf_counter() - began, committed)
+                self._chosen(sizes, choice, time.perf_counter() - began, committed)
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
@@ -419,7 +454,7 @@ class Step:
             done.synchronize()
             committed = host.tolist()
             if sizes is not None and events:
-                self._chosen(sizes, size, events[0].elapsed_time(events[1]) / 1e3, committed)
+                self._chosen(sizes, choice, events[0].elapsed_time(events[1]) / 1e3, committed)
             return committed
 
         return read
@@ -431,12 +466,12 @@ class Step:
             self.drafter.costs = self.drafter.costs.again()
             budget.measured_again(self.drafter.costs.seconds)
 
-    def _chosen(self, sizes: Sizes, size: int, seconds: float, committed: Sequence[Sequence[int]]) -> None:
-        """Record the time of a step of a chosen size, and what it committed."""
-        sizes.timed(size, seconds)
-        columns = len(sizes.counts)
-        expected = [[units / _UNIT for units in row[-columns:]] for row in committed]
-        sizes.committed(size, [row[0] for row in committed], expected)
+    def _chosen(self, sizes: Sizes, choice: Choice, seconds: float, committed: Sequence[Sequence[int]]) -> None:
+        """Record the time of a step that drafted this, and what it committed."""
+        sizes.timed(choice, seconds)
+        columns = self.expected.shape[1]
+        expected = [] if choice == ROOT else [[units / _UNIT for units in row[-columns:]] for row in committed]
+        sizes.committed(choice, [row[0] for row in committed], expected)
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
@@ -447,7 +482,7 @@ class Step:
     def advance(self) -> list[torch.cuda.Event] | None:
         """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
         graph, if the step may have another size."""
-        key = self.verifier.graph_key, self.size
+        key = self.verifier.graph_key, self.choice
         if self.eager or (key not in self._graphs and not self._capture()):
             return self.run()
         graph, self.nodes = self._graphs[key]
@@ -461,12 +496,11 @@ class Step:
 
     def warm_up(self) -> None:
         """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
-        first graph also a step of each size, the smallest first, since products are measured in the order of their
+        first graph also a step of each choice, the smallest first, since products are measured in the order of their
         first use. The lengths stay, other ``buffers()`` change."""
-        lengths, size = self.cache.lengths.clone(), self.size
-        others = [] if self.sizes is None or self._graphs else self.sizes.counts
-        for nodes in (*others, size, size, size):
-            self.size = nodes
+        lengths, choice = self.cache.lengths.clone(), self.choice
+        others = [] if self.sizes is None or self._graphs else sorted(self.sizes.choices, key=lambda each: each.nodes)
+        for self.choice in (*others, choice, choice, choice):
             self.run()
             self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache
 
@@ -502,5 +536,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.size] = graph, self.nodes
+            self._graphs[self.verifier.graph_key, self.choice] = graph, self.nodes
         return captured

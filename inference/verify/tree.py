@@ -151,10 +151,17 @@ def product(sizes: Sequence[int]) -> Topology:
 
 
 class StaticTree:
-    """A tree of fixed shape on a device; only the tokens change from step to step. ``parents``: of each node, −1 at the
-    root (node 0); parents come before their children."""
+    """A tree of fixed shape on a device; only the tokens change from step to step.
 
-    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
+    Args:
+        parents: of each node, −1 at the root (node 0); parents come before their children.
+        acceptances: probabilities of all nodes, the root included, if these never change, either.
+    """
+
+    def __init__(
+        self, parents: Sequence[int], device: torch.device, acceptances: Sequence[float] | None = None
+    ) -> None:
+        self.acceptances = acceptances
         parent = list(parents)
         depth = [0]
         for above in parent[1:]:
@@ -167,6 +174,18 @@ class StaticTree:
         max_children = max((parent.count(node) for node in range(len(parent))), default=0)
         self.draws = one_hot_draws(self.parent, self.valid, max_children)
         self.parts: dict[tuple[int, ...], StaticTree] = {}
+        self.of_count: dict[int, tuple[StaticTree, Tensor]] = {}
+
+    def likeliest(self, count: int) -> "tuple[StaticTree, Tensor]":
+        """The tree of the ``count`` likeliest nodes, if their acceptance probabilities never change, and their numbers
+        ``[count]`` int64; made at the first call."""
+        if count not in self.of_count:
+            assert self.acceptances is not None
+            # As stored, float32; of equal ones the lower number, that of a parent, first.
+            stored = torch.tensor(self.acceptances).tolist()
+            nodes = sorted(sorted(range(len(stored)), key=lambda node: -stored[node])[:count])
+            self.of_count[count] = self.part(nodes), torch.tensor(nodes, device=self.parent.device)
+        return self.of_count[count]
 
     def part(self, nodes: Sequence[int]) -> "StaticTree":
         """The tree of some of its nodes, ascending, parents included; the latest ones are kept."""
@@ -204,6 +223,11 @@ def likeliest(tree: TokenTree, acceptance: Tensor, count: int, fixed: bool = Fal
     Returns:
         The tree, with these probabilities; ``[B, count]`` int64, the number in ``tree`` of each of its nodes.
     """
+    if fixed and tree.static is not None and tree.static.acceptances is not None:
+        part, nodes = tree.static.likeliest(count)
+        source = None if tree.source is None else tree.source.index_select(1, nodes)
+        chosen = part.fill(tree.tokens.index_select(1, nodes), source, acceptance.index_select(1, nodes))
+        return chosen, nodes.expand(len(tree.tokens), -1)
     order = acceptance.argsort(dim=1, descending=True, stable=True)[:, :count].sort(1).values
     order = order.expand(len(tree.tokens), -1)
     tokens, acceptance = tree.tokens.gather(1, order), acceptance.expand(len(order), -1).gather(1, order)

@@ -12,6 +12,7 @@ from draftsmith.benchmarks.intercept import PROCESSORS, intercepted
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine.budget import Choice
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
 from draftsmith.inference.verify.sampling import Sampling
@@ -106,10 +107,10 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
             step.begin(range(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
             sizes = [0]
             if drafts == "medusa":
-                assert step.sizes is not None and len(step.sizes.counts) == 64
+                assert step.sizes is not None and len(step.sizes.choices) == 64
                 sizes = [*range(1, 65)] if rows in (1, 8) else [1, 7, 16, 33, 64]
             for nodes in sizes:
-                step.size = nodes
+                step.choice = Choice(nodes)
                 step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
                 step = make_step(target, drafter, sampling_mode, rows)

@@ -21,7 +21,7 @@ import functools
 import hashlib
 import itertools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.engine import engine
+from draftsmith.inference.engine.budget import WHOLE
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
@@ -606,13 +607,13 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     for mode, static in itertools.product(modes, (False, True)):
         drafter = make(target)
         drafter.chooses = True
-        shapes, propose = set(), drafter.propose
+        shapes, propose = defaultdict(set), drafter.propose
 
         def proposed(state, drafter=drafter, propose=propose, shapes=shapes, static=static):
             tree = propose(state)
             rows, nodes = tree.tokens.shape
             assert nodes <= drafter.num_nodes and tree.depth.shape == tree.parent.shape == (rows, nodes)
-            shapes.add((nodes, None if tree.draws is None else tuple(tree.draws.child.shape)))
+            shapes[state.alone].add((nodes, None if tree.draws is None else tuple(tree.draws.child.shape)))
             if not static:
                 _check_tree(tree, state.root, drafter)
             return tree
@@ -623,13 +624,13 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
             step.reset()
             step.begin(range(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
             if static and drafter.static:
-                for size in (0, *step.sizes.counts[:-1]) if step.sizes else (0,):
-                    step.size = size
+                for choice in (WHOLE, *(step.sizes.choices if step.sizes else ())):
+                    step.choice = choice
                     simulate_capture(step)
             else:
                 for _ in range(5):
                     step.run()
-        assert not (static and drafter.static) or len(shapes) == 1, shapes
+        assert not (static and drafter.static) or {len(each) for each in shapes.values()} == {1}, shapes
 
 
 def simulate_capture(step: Step) -> None:

@@ -59,7 +59,7 @@ class Watched(MergedDrafter):
 
     def propose(self, state):
         tree = super().propose(state)
-        if not self.counts:
+        if not self.counts or tree.source is None:  # one drafter alone
             return self.change(tree)
         bits = tree.source[state.active]
         self.shared += int((bits & (bits - 1) > 0).sum())

@@ -4,6 +4,7 @@ a graph of each size."""
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,20 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.budget import FEWEST, RETIMED, RETRY, REVIEW, REVIEWS, STEPS, Budget, Sizes
+from draftsmith.inference.engine.budget import (
+    FEWEST,
+    LATEST_OF_SIZE,
+    RETIMED,
+    RETRY,
+    REVIEW,
+    REVIEWS,
+    ROOT,
+    STEPS,
+    WHOLE,
+    Budget,
+    Choice,
+    Sizes,
+)
 from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import why_no_graph
@@ -438,7 +452,7 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         truth = greedy_texts(target, PROMPTS, 14)
     else:
         truth = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
-    order = itertools.cycle((1, 8, 12, 8, 12, 1))
+    order = itertools.cycle(map(Choice, (1, 8, 12, 8, 12, 1)))
     chosen, shapes = [], []
 
     def choose(sizes, most):
@@ -468,13 +482,13 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         assert [result.tokens for result in results] == truth
         assert any(count > 1 for result in results for count in result.accepted)
     step = decoder._step
-    assert set(chosen) == {1, 8, 12}
+    assert {choice.nodes for choice in chosen} == {1, 8, 12}
     if target.device.type == "cuda":
-        assert {nodes for _, nodes in step._graphs} == {1, 8, 12} and "cuda graph" in decoder.execution
+        assert {choice.nodes for _, choice in step._graphs} == {1, 8, 12} and "cuda graph" in decoder.execution
     else:
-        assert shapes == chosen
+        assert shapes == [choice.nodes for choice in chosen]
     assert all(0 < (times.shortest or 0) < 60 for times in step.sizes.seconds.values()) and len(step.sizes.seconds) == 3
-    assert step.sizes.factor != 1.0, "what steps committed is recorded"
+    assert step.sizes.sets[None].factor != 1.0, "what steps committed is recorded"
     assert {nodes for one in counted for nodes in one} == {0, 7, 11}, "proposed nodes are counted"
 
 
@@ -482,10 +496,10 @@ def test_trees_of_each_size(make_target):
     """The likeliest paths, and the sums of their acceptance probabilities."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
     decoder.generate([[5]], 40, stop_ids=frozenset())
-    sizes = decoder._step.sizes
-    assert sizes.counts == [1, 8, 12]
+    known = decoder._step.sizes.sets[None]
+    assert known.choices == [Choice(1), Choice(8), Choice(12)]
     # 1, the seven likeliest paths: .6 .3 .2 .2 .1 .1 .1, all.
-    assert [sizes.expected[count] for count in sizes.counts] == pytest.approx([1.0, 2.6, 2.74], abs=1e-3)
+    assert known.expected == pytest.approx([1.0, 2.6, 2.74], abs=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["mss", "typical"])
@@ -493,7 +507,7 @@ def test_other_modes_have_one_size(make_target, mode):
     """A seed's text must not depend on what steps cost."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
     decoder.generate([[5, 6]], 4, mode=mode, sampling=Sampling(seed=1))
-    assert decoder._step.sizes is None and decoder._step.budget is None and decoder._step.size == 0
+    assert decoder._step.sizes is None and decoder._step.budget is None and decoder._step.choice == WHOLE
 
 
 def test_all_nodes_can_be_asked_for(target, drafter):
@@ -514,6 +528,39 @@ def test_instrumented_steps_have_all_nodes(make_target):
     )
 
 
+class Static:
+    """Static steps of synthetic times: so many drafts are accepted on average, by the drafters that are asked, and 1.3
+    times as many are estimated; the host reads a step after it has chosen the next one."""
+
+    def __init__(self, seconds, seed=0):
+        self.seconds, self.rng = seconds, random.Random(seed)
+        counts = {}
+        for choice in seconds:
+            if choice != ROOT:
+                counts.setdefault(choice.alone, [1]).append(choice.nodes)
+        self.sizes, self.counts, self.unread = Sizes(counts), counts, None
+        self.chosen, self.time, self.tokens = [], 0.0, 0
+
+    def run(self, accepted, steps):
+        """Returns the choices of these steps."""
+        for _ in range(steps):
+            choice = self.sizes.choose()
+            self.chosen.append(choice)
+            if self.unread:
+                self.sizes.timed(*self.unread[0])
+                self.sizes.committed(*self.unread[1])
+            tokens, expected = 1, []
+            if choice != ROOT:
+                mean = accepted[choice.alone]
+                while self.rng.random() < mean / (1 + mean):
+                    tokens += 1
+                expected = [1.0, *(1 + 1.3 * mean * (1 - 1 / count) for count in self.counts[choice.alone][1:])]
+            seconds = self.seconds[choice] * self.rng.uniform(1, 1.02)
+            self.unread = (choice, seconds), (choice, [tokens, 0, -1], [expected] * 3)
+            self.time, self.tokens = self.time + seconds, self.tokens + tokens
+        return self.chosen[-steps:]
+
+
 @pytest.mark.parametrize(("share", "best"), [(0.0, 1), (0.5, 8), (1.6, 64)])
 def test_the_size_with_the_most_tokens_per_second(share, best):
     """Drafts are accepted ``share`` times as often as estimated; at 0 hardly any step drafts."""
@@ -521,56 +568,194 @@ def test_the_size_with_the_most_tokens_per_second(share, best):
     sizes, rng = Sizes(list(expected)), random.Random(0)
     chosen = []
     for _ in range(4000):
-        nodes = sizes.choose()
-        sizes.timed(nodes, {1: 1.0, 8: 1.1, 64: 1.6}[nodes] * rng.uniform(1, 1.02))
-        mean = share * (expected[nodes] - 1)
+        choice = sizes.choose()
+        sizes.timed(choice, {1: 1.0, 8: 1.1, 64: 1.6}[choice.nodes] * rng.uniform(1, 1.02))
+        mean = share * (expected[choice.nodes] - 1)
         draws = [1 + int(mean) + (rng.random() < mean % 1) for _ in range(2)]
-        sizes.committed(nodes, [*draws, 0, -1], [list(expected.values())] * 4)
-        chosen.append(nodes)
-    assert chosen[: 3 * FEWEST] == [64] * FEWEST + [8] * FEWEST + [1] * FEWEST, "each is timed"
+        sizes.committed(choice, [*draws, 0, -1], [list(expected.values())] * 4)
+        chosen.append(choice.nodes)
+    assert chosen[: 2 * FEWEST] == [1] * FEWEST + [8] * FEWEST, "each set of drafters is timed"
     late = chosen[1000:]
-    # f moves by a twentieth of an error: some steps choose another size.
     assert late.count(best) > 0.8 * len(late)
-    assert sizes.factor == pytest.approx(share, abs=0.3)
+    assert sizes.sets[None].factor == pytest.approx(share, abs=0.3)
     if best == 1:
         assert late.count(8) == pytest.approx(len(late) / (RETRY + 1), abs=3)
-        assert late.count(64) == FEWEST * (4000 // (RETIMED * (REVIEWS + 1))), "timed anew now and then"
+        assert late.count(64) == 0, "what takes at least as long as 8 nodes cannot pay either"
+    else:
+        assert 0 < late.count(1) < len(late) / RETRY
+
+
+# Times of an H200 in steps of the root alone: heads (0), n-grams (1), and both.
+OF_SIZE = {
+    ROOT: 1.0,
+    **{Choice(nodes): seconds for nodes, seconds in ((8, 1.62), (16, 1.66), (32, 1.7), (40, 1.72))},
+    **{Choice(nodes, 0): seconds for nodes, seconds in ((8, 1.25), (16, 1.27), (32, 1.3))},
+    **{Choice(nodes, 1): seconds for nodes, seconds in ((8, 1.2), (16, 1.22))},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_merge_leaves_out_the_drafter_that_costs_more_than_it_brings(seed):
+    """And asks it again where it pays: alone where the other one then brings nothing, and both where both do."""
+    merge = Static(OF_SIZE, seed)
+    phases = (
+        ({None: 1.25, 0: 1.2, 1: 0.1}, 0),  # n-grams bring nothing
+        ({None: 5.0, 0: 1.2, 1: 5.0}, 1),  # a text is repeated
+        ({None: 1.25, 0: 1.2, 1: 0.1}, 0),
+        ({None: 4.0, 0: 1.2, 1: 1.5}, None),  # they complement one another
+        ({None: 0.1, 0: 0.05, 1: 0.05}, "root"),  # nothing pays
+        ({None: 1.25, 0: 1.2, 1: 0.1}, 0),
+    )
+    for accepted, best in phases:
+        merge.run(accepted, 3000)
+        late = merge.run(accepted, 800)
+        used = ["root" if choice == ROOT else choice.alone for choice in late]
+        assert used.count(best) > 0.9 * len(late), (best, Counter(late))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "best"),
+    [
+        ({None: 1.25, 0: 1.2, 1: 0.1}, Choice(32, 0)),
+        ({None: 0.0, 0: 0.0, 1: 0.0}, ROOT),
+        ({None: 0.3, 0: 0.1, 1: 0.1}, ROOT),
+        ({None: 3.0, 0: 1.2, 1: 0.1}, Choice(40)),
+    ],
+)
+def test_trials_take_two_percent_of_the_time(accepted, best):
+    """Beside the best choice in all steps, the first ones included; also where a drafter takes as long as ten steps."""
+    for slow in (1.0, 6.0):
+        slowed = [each for each in OF_SIZE if each.alone is None and each != ROOT and best != Choice(40)]
+        seconds = {each: time * (slow if each in slowed else 1.0) for each, time in OF_SIZE.items()}
+        merge, alone = Static(seconds), Static(seconds)
+        merge.run(accepted, 12000)
+        alone.sizes.choose = lambda most=None: best
+        alone.run(accepted, 12000)
+        ratio = merge.tokens / merge.time / (alone.tokens / alone.time)
+        assert 0.98 <= ratio <= 1.02, (slow, ratio, Counter(merge.chosen))
+
+
+def test_ngrams_alone_are_hardly_slower_than_plain_decoding():
+    steps = Static({ROOT: 1.0, Choice(8): 1.2, Choice(16): 1.22, Choice(21): 1.24})
+    steps.run({None: 0.05}, 12000)
+    # A step takes 1 to 1.02: 1.01 on average.
+    assert steps.tokens / steps.time * 1.01 > 0.98
+    assert 100 < len(steps.chosen) - steps.chosen.count(ROOT) < 12000 / RETRY * 1.2
+
+
+def test_no_choice_exceeds_the_bound():
+    merge = Static(OF_SIZE)
+    merge.run({None: 3.0, 0: 1.2, 1: 0.1}, 200)
+    assert [merge.sizes.choose(most) for most in (1, 7)] == [ROOT] * 2
+    assert all(merge.sizes.choose(16).nodes <= 16 for _ in range(300))
 
 
 def test_a_size_that_was_slow_for_a_while_is_tried_again():
     """Its times were of long texts, or of a moment in which something else ran."""
     expected, chosen, sizes = {1: 1.0, 8: 1.7, 16: 2.4}, list[int](), Sizes([1, 8, 16])
-    for step in range(3 * RETIMED * (REVIEWS + 1)):
-        chosen.append(nodes := sizes.choose())
-        sizes.timed(nodes, {1: 1.0, 8: 1.1, 16: 1.2}[nodes] * (3 if step < 40 and nodes == 16 else 1))
-        sizes.committed(nodes, [1 + int(step % 10 < 10 * (expected[nodes] - 1))], [list(expected.values())])
-    assert chosen[50:500].count(16) == 0 and chosen[-500:].count(16) > 490
+    for step in range(1000):
+        chosen.append((choice := sizes.choose()).nodes)
+        sizes.timed(choice, {1: 1.0, 8: 1.1, 16: 1.2}[choice.nodes] * (3 if step < 40 and choice.nodes == 16 else 1))
+        sizes.committed(choice, [1 + int(step % 10 < 10 * (expected[choice.nodes] - 1))], [list(expected.values())])
+    first = 50 + chosen[50:].index(16)
+    assert RETIMED < first < 2 * RETIMED and chosen[-500:].count(16) > 480
 
 
 def test_times_follow_the_texts():
     """Steps take longer as texts grow, or as something else runs: the latest times count."""
     sizes = Sizes([1, 8])
-    for nodes, seconds in ((8, 1.2), (8, 1.1), (8, 1.3), (1, 1.0), (1, 1.0), (1, 1.0)):
-        assert sizes.choose() == nodes
-        sizes.timed(nodes, seconds)
-        sizes.committed(nodes, [2], [[1.0, 1.6]])
-    assert sizes.choose() == 8
-    for _ in range(100):
-        sizes.timed(8, 3.0)
-    assert sizes.seconds[8].shortest == 3.0 and sizes.choose() == 1
+    for nodes, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (8, 1.2), (8, 1.1), (8, 1.3)):
+        assert sizes.choose() == Choice(nodes)
+        sizes.timed(Choice(nodes), seconds)
+        sizes.committed(Choice(nodes), [2], [[1.0, 1.6]])
+    assert sizes.choose() == Choice(8)
+    for _ in range(LATEST_OF_SIZE):
+        sizes.timed(Choice(8), 3.0)
+    assert sizes.seconds[Choice(8)].shortest == 3.0 and sizes.choose() == ROOT
+    sizes.steps += RETRY + 1
+    sizes.timed(Choice(8), 5.0)  # times from before a break count no more
+    assert sizes.seconds[Choice(8)].shortest == 5.0
 
 
 def test_the_factor_stays_in_its_range():
     sizes = Sizes([1, 4])
+    known = sizes.sets[None]
     for _ in range(500):
-        sizes.committed(4, [4, 4], [[1.0, 1.5]] * 2)
-    assert sizes.factor == 2.0
+        sizes.committed(Choice(4), [4, 4], [[1.0, 1.5]] * 2)
+    assert known.factor == 2.0
     for _ in range(500):
-        sizes.committed(4, [1], [[1.0, 1.5]])
-    assert sizes.factor == pytest.approx(0, abs=1e-2)
-    sizes.committed(1, [9], [[1.0, 1.0]])
-    sizes.committed(4, [0, -1], [[1.0, 1.5]] * 2)
-    assert sizes.factor == pytest.approx(0, abs=1e-2), "no text, or not finite"
+        sizes.committed(Choice(4), [1], [[1.0, 1.5]])
+    assert known.factor == pytest.approx(0, abs=1e-2)
+    sizes.committed(ROOT, [9], [[1.0, 1.0]])
+    sizes.committed(Choice(4), [0, -1], [[1.0, 1.5]] * 2)
+    assert known.factor == pytest.approx(0, abs=1e-2), "no text, or not finite"
+
+
+def merge_of(target, kind, make_target, limit=40):
+    """A drafter, and n-grams that match everywhere."""
+    makers = {"heads": heads_of, "draft model": draft_model_of}
+    first = makers[kind](target) if kind in makers else EagleDrafter(fitted(target, make_target), target, TREES[kind])
+    return MergedDrafter({kind: first, "ngram": NgramDrafter(target, depth=4, min_match=1)}, target, limit)
+
+
+@pytest.mark.parametrize("kind", ["heads", "draft model"])
+def test_texts_do_not_depend_on_the_drafters_that_are_asked(make_target, monkeypatch, kind):
+    chosen, rng = set(), random.Random(3)
+
+    def choose(sizes, most):
+        choice = rng.choice(sizes.choices)
+        chosen.add(choice.alone if choice != ROOT else "root")
+        return choice
+
+    monkeypatch.setattr(Sizes, "choose", choose)
+
+    def make(target):
+        drafter = merge_of(target, kind, make_target)
+        drafter.chooses = True
+        return drafter
+
+    check_greedy(make_target, make, own=False)
+    check_coupled(make_target, make, own=False)
+    assert chosen == {None, 0, 1, "root"}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["heads", "draft model", *TREES])
+def test_a_drafter_left_out_of_static_steps_keeps_up(make_target, monkeypatch, kind, rows):
+    """It drafts afterwards what it drafts if it ran in all of them, other drafters' accepted nodes included."""
+    target = phrases(make_target)
+    trees = {}
+    for lazy in (True, False):
+        drafter, its, asked = merge_of(target, kind, make_target, 64), [], []
+        for number, each in enumerate(drafter.drafters):
+
+            def proposed(state, number=number, propose=each.propose, its=its, asked=asked):
+                tree = propose(state)
+                rows = zip(state.active.tolist(), tree.tokens.tolist(), tree.valid.tolist(), strict=True)
+                tokens = [[t for t, valid in zip(*row, strict=True) if valid] for active, *row in rows if active]
+                if asked[-1].alone in (None, number) and asked[-1] != ROOT:
+                    its.append((number, state.length.tolist(), tokens))
+                return tree
+
+            each.propose = proposed
+            if not lazy:
+                each.skip = proposed
+        drafter.chooses = True
+        rng = random.Random(5)
+
+        def choose(sizes, most, asked=asked, rng=rng):
+            asked.append(rng.choice((WHOLE, Choice(0, 0), Choice(0, 1), Choice(0, 1), ROOT, ROOT)))
+            return asked[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Sizes, "choose", choose)
+            patch.setattr(Sizes, "timed", lambda *_: None)
+            patch.setattr(Sizes, "committed", lambda *_: None)
+            requests = [Request(start, 50, stop_ids=frozenset()) for start in STARTS]
+            SpeculativeDecoder(target, drafter, static=True).serve(requests, rows)
+        trees[lazy] = its
+    assert len(trees[True]) > 40 and trees[True] == trees[False]
+    assert any(len(row) > 1 for number, _, tokens in trees[True] for row in tokens if number == 1)
 
 
 def test_rates_of_a_calibrated_tree(make_target, tmp_path):

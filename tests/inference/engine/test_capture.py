@@ -21,6 +21,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import runner
+from draftsmith.inference.engine.budget import Choice
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
@@ -133,9 +134,9 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
             step.begin(range(0, rows), [[5, 7, 11, 13, 2]] * rows, [Sampling()] * rows)
             assert asked and not any(measured for _, measured in asked), "a prompt is no step"
             asked.clear()
-            step.size = 12
+            step.choice = Choice(12)
             step.warm_up()
-            assert step.size == 12
+            assert step.choice == Choice(12)
         order = list(dict.fromkeys(asked))
         of_heads = (3 * rows, True)  # three heads on the shared LM head, from the first tree that has drafts
         assert [each for each in order if each != of_heads] == [(nodes * rows, True) for nodes in (1, 8, 12)]

@@ -1,5 +1,6 @@
 """The kernels that a step launches: Triton's, and PyTorch's operations that are no views and no allocations."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,9 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine.budget import ROOT, WHOLE, Choice
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.verify.tree import Topology
@@ -25,7 +29,7 @@ def medusa(target):
     return MedusaDrafter(heads, TREE, target)
 
 
-def step_launches(target, drafter, mode="greedy"):
+def step_launches(target, drafter, mode="greedy", choice=WHOLE):
     decoder = SpeculativeDecoder(target, drafter, static=True)
     decoder.generate([[1, 2, 3], [4, 5]], 2, mode=mode)
     step = decoder._step
@@ -33,6 +37,8 @@ def step_launches(target, drafter, mode="greedy"):
     with torch.inference_mode(), engine_attention([target]):
         step.active.fill_(True)
         step.cache.lengths.fill_(5)
+        step.choice = choice
+        step.run()  # what it makes once
         launches = Launches()
         with launches.counting():
             step.run()
@@ -69,6 +75,44 @@ def test_launches_of_a_step(of_layers, request, drafter, mode, folds, most):
     assert not folds or per_layer["_few_rows_kernel"] == 4
     assert sum(per_layer.values()) <= (7 if folds else 10)
     assert sum(around.values()) <= most
+
+
+def merge(target):
+    drafters = {"heads": medusa_of_rates(target), "ngram": NgramDrafter(target)}
+    return choosing(MergedDrafter(drafters, target, 8))
+
+
+def medusa_of_rates(target):
+    heads = MedusaHeads.for_target(target, 3, 1, "shared")
+    return choosing(MedusaDrafter(heads, TREE, target, [0.6, 0.4, 0.2, 0.1, 0.3, 0.1, 0.1]))
+
+
+def choosing(drafter):
+    drafter.chooses = True
+    return drafter
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+@pytest.mark.parametrize(
+    ("drafter", "choice", "than", "most"),
+    [
+        (lambda target: choosing(NgramDrafter(target)), ROOT, (lambda target: None, WHOLE), 2),
+        (merge, ROOT, (lambda target: None, WHOLE), 2),
+        (merge, Choice(8, 0), (medusa_of_rates, Choice(8)), 5),
+        (merge, Choice(5, 0), (medusa_of_rates, Choice(5)), 5),
+        (medusa_of_rates, Choice(5), (medusa, WHOLE), 4),
+    ],
+)
+def test_what_is_left_out_launches_next_to_nothing(of_layers, drafter, choice, than, most, mode):
+    """Of a drafter that a step does not ask, and of nodes whose probabilities never change: the token of the root is
+    kept, the accepted ones are, and counts are written."""
+    target = of_layers(1)
+    launches = step_launches(target, drafter(target), mode, choice)
+    without = step_launches(target, than[0](target), mode, than[1])
+    more = Counter(launches)
+    more.subtract(without)
+    print(f"launches more: {sum(more.values())}", {name: count for name, count in more.items() if count})
+    assert sum(more.values()) <= most
 
 
 def eagle(target, tree, version=3, ids=None):
