@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import math
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
