@@ -154,7 +154,7 @@ lint: install
 docs:
 	@$(PY) -c 'import zensical' 2>/dev/null || { echo "error: zensical is needed: $(PY) -m pip install -e '.[docs]' (Python 3.11 or newer)"; exit 2; }
 	@rm -rf build/docs && mkdir -p build/docs
-	@cp --parents -t build/docs *.md LICENSE NOTICE docs/* benchmarks/*.md benchmarks/log/* recipes/*.yaml data/chats.jsonl models/*/curves.png
+	@cp --parents -t build/docs *.md LICENSE NOTICE docs/* benchmarks/*.md benchmarks/log/* recipes/*.yaml data/*chats.jsonl models/*/curves.png
 	@$(PY) -m zensical build --strict --clean
 	@echo 'site/index.html; with its search: python -m http.server --directory site'
 

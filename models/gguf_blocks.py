@@ -182,14 +182,14 @@ def _convert(source: Any, target: Any, piece: Piece, dtype: str) -> None:
     block, block_bytes = GGML_QUANT_SIZES[kind := GGMLQuantizationType(piece.kind)]
     raw = np.empty((piece.rows, piece.columns // block * block_bytes), np.uint8)
     source.seek(piece.source)
-    _whole(source.readinto, memoryview(raw).cast("B"))
+    _whole(source.readinto, raw.data.cast("B"))
     values = dequantize(raw, kind).reshape(piece.rows, piece.columns)
     rounded = _rounded(np.ascontiguousarray(values, np.float32), dtype)
     if piece.half:
         pairs = rounded.reshape(-1, piece.half, 2, piece.columns)
         rounded = np.ascontiguousarray(pairs.swapaxes(1, 2))
     target.seek(piece.target)
-    _whole(target.write, memoryview(rounded).cast("B"))
+    _whole(target.write, rounded.data.cast("B"))
 
 
 def _whole(transfer: Callable[[memoryview], int | None], view: memoryview) -> None:

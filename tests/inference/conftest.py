@@ -14,6 +14,7 @@ from tiny_drafter import drafter, target
 from torch import Tensor
 
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict
 
@@ -54,13 +55,14 @@ class ScriptedDrafter(Drafter):
         self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: slice) -> None:
+    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
         assert features.shape == (*tokens.shape, self.target.hidden_size)
         self.prefilled.append((start, tokens.clone()))
         if start == 0:
             begun = 1 + max(self.at, default=-1)
-            self.at += [-1] * (rows.stop - len(self.at))
-            self.at[rows] = range(begun, begun + len(tokens))
+            for number, row in enumerate(row_numbers(rows), begun):
+                self.at += [-1] * (row + 1 - len(self.at))
+                self.at[row] = number
 
     def propose(self, state: State) -> TokenTree:
         trees = []

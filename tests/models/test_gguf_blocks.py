@@ -111,7 +111,7 @@ ARCHITECTURES = [
     ("llama", {"tied": True, "num_attention_heads": 8}, [Kind.F16]),
     ("qwen2", {}, [Kind.F32]),
     ("qwen2", {"tied": True}, [Kind.Q5_1]),
-    ("qwen3", {"head_dim": 32}, [Kind.Q5_0, Kind.IQ4_NL]),
+    ("qwen3", {"head_dim": 128}, [Kind.Q5_0, Kind.IQ4_NL]),
     ("qwen3", {"head_dim": 128, "tied": True}, [Kind.Q4_K, Kind.BF16]),
 ]
 

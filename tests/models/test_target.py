@@ -1,6 +1,7 @@
 """Targets: logits of every family, stored folders, fingerprints, and what is no target."""
 
 import json
+import sys
 import time
 
 import pytest
@@ -9,7 +10,9 @@ from made import config_of, edit
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
 
+from draftsmith.models import target as target_module
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target, load_target
 
@@ -149,6 +152,16 @@ def test_options_are_refused_before_anything_is_fetched(options, message, monkey
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         load_target("nobody/nowhere", **options)
+
+
+def test_bars_of_loading_are_for_terminals(folder, monkeypatch, capsys):
+    """However large the target: a file of a command's output gets none."""
+    monkeypatch.setattr(target_module, "_SMALL", 0)
+    for terminal in (True, False):
+        logging.enable_progress_bar()
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        load_target(str(folder))
+        assert ("Loading weights" in capsys.readouterr().err) == terminal
 
 
 def test_what_loading_may_raise(folder, monkeypatch):

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.sampling import row_numbers
 
 
 class KeepsTexts(Drafter):
@@ -20,11 +21,11 @@ class KeepsTexts(Drafter):
 
     def begin(self, rows):
         super().begin(rows)
-        self.texts |= {row: [] for row in range(rows.start, rows.stop)}
+        self.texts |= {row: [] for row in row_numbers(rows)}
 
     def prefill(self, features, tokens, start, rows):
         super().prefill(features, tokens, start, rows)
-        for row, prompt in zip(range(rows.start, rows.stop), tokens.tolist(), strict=True):
+        for row, prompt in zip(row_numbers(rows), tokens.tolist(), strict=True):
             self.texts[row] += prompt
 
     def propose(self, state):
