@@ -43,8 +43,10 @@ STAGES = ("convert", "answers", "train", "curve", "calibrate", "decode", "same-b
 SETS = ("humaneval", "mbpp", "gsm8k", "mt-bench")
 PER_SET = 16  # prompts of each set that are decoded
 GRACE = 20  # seconds between an interrupt and a kill
+AROUND = 35  # seconds of a training run for loading, the last evaluation and writing, and for what those take longer
 HELD_OUT = 256  # conversations, or a tenth
 CHECKED = ("--check-lossless", "--seconds")
+FAMILIES = ("eagle3", "medusa")
 METHODS = ("medusa", "eagle3", "ngram", "medusa+ngram", "eagle3+ngram")
 
 
@@ -56,7 +58,7 @@ class Size:
     written: int
     mlp: int
     seconds: dict[str, float]
-    epochs: float = 2
+    epochs: tuple[float, float] = (3, 2)  # passes of EAGLE-3 and of Medusa, if the time is enough
     seeds: bool = True
     shares: tuple[float, ...] = ()
 
@@ -65,7 +67,7 @@ SIZES = {
     "0.5b": Size(14_000, 896, {"convert": 60, "answers": 80, "train": 110, "curve": 150, "calibrate": 60, "decode": 90,
                                "same-bits": 60}, seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
     "1.5b": Size(9_000, 4480, {"convert": 60, "answers": 110, "train": 190, "curve": 1, "calibrate": 80, "decode": 120,
-                               "same-bits": 60}),
+                               "same-bits": 60}, epochs=(3, 1)),
 }  # fmt: skip
 
 
@@ -92,10 +94,12 @@ class Bundle:
         self.prompts, self.given = args.prompts.resolve(), [path.resolve() for path in args.answers]
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
-        self.speed = args.minutes / 11
+        self.speed, self.families = args.minutes / 11, args.families
+        given = [each.partition("=") for each in args.limit]
+        self.limits = {stage: float(seconds) for stage, _, seconds in given}
 
     def limit(self, stage: str) -> float:
-        return self.size.seconds[stage] * self.speed
+        return self.limits.get(stage, self.size.seconds[stage] * self.speed)
 
     # ---- the commands
 
@@ -122,7 +126,8 @@ class Bundle:
     def target(self) -> list[str]:
         return [] if self.toy else [f"target.name={self.model}"]
 
-    def training(self, family: str, folder: str, data: str, seconds: float | None) -> Job:
+    def training(self, family: str, folder: str, data: str, stage: str) -> Job:
+        """Its time is the stage's limit less what a run takes around its steps."""
         script = "eagle" if family == "eagle3" else "medusa"
         fields = [f"run.output_dir={self.out}", f"run.name={folder}", *self.target]
         fields += [
@@ -130,7 +135,8 @@ class Bundle:
             f"data.validation=[{{source: {self.out / 'held.jsonl'}}}]",
         ]
         fields += ["checkpoint.every=100000", "evaluate.every=100000", "stages.0.steps=null"]
-        fields += [f"stages.0.epochs={self.size.epochs:g}", f"stages.0.seconds={seconds or 'null'}"]
+        fields += [f"stages.0.epochs={self.size.epochs[family == 'medusa']:g}"]
+        fields += [f"stages.0.seconds={max(1.0, self.limit(stage) - AROUND):g}"]
         if family == "eagle3":
             fields += [f"drafter.intermediate_size={self.size.mlp}"]
         if self.toy:
@@ -144,17 +150,11 @@ class Bundle:
         )
 
     def train(self) -> list[Job]:
-        limit = self.limit("train") - 35 * self.speed  # loading, the last evaluation and writing take the rest
-        return [
-            self.training("eagle3", "eagle3", "train.jsonl", limit),
-            self.training("medusa", "medusa", "train.jsonl", limit),
-        ]
+        return [self.training(family, family, "train.jsonl", "train") for family in self.families]
 
     def curve(self) -> list[Job]:
-        wanted = [(share, family) for share in self.shares for family in ("medusa", "eagle3")]
-        return [
-            self.training(family, f"{family}-{share:g}M", f"train-{share:g}M.jsonl", None) for share, family in wanted
-        ]
+        wanted = [(share, family) for share in self.shares for family in self.families]
+        return [self.training(each, f"{each}-{share:g}M", f"train-{share:g}M.jsonl", "curve") for share, each in wanted]
 
     def calibrate(self) -> list[Job]:
         seconds = 2 if self.toy else 12
@@ -269,10 +269,12 @@ def main() -> None:
     parser.add_argument("--model", help="the target's folder or Hub id; models/qwen2.5-coder-SIZE if left out")
     parser.add_argument("--answers", type=Path, nargs="*", default=[], help="further conversations, as JSON lines")
     parser.add_argument("--share", type=float, nargs="*", help="millions of answer tokens of each point of the curve")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="what is trained")
+    parser.add_argument("--limit", nargs="*", default=[], metavar="STAGE=SECONDS", help="in place of the stage's own")
     parser.add_argument("--minutes", type=float, default=11, help="of all stages, at most (default 11)")
     parser.add_argument("--batch-size", type=int, default=1024, help="conversations at once (default 1024)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="some of the stages")
-    parser.add_argument("--at-once", type=int, default=3, help="runs of the curve side by side (default 3)")
+    parser.add_argument("--at-once", type=int, default=4, help="runs of the curve side by side (default 4)")
     parser.add_argument("--toy", action="store_true", help="the same at toy size, on a CPU")
     args = parser.parse_args()
     if missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]:
@@ -288,7 +290,8 @@ def main() -> None:
         jobs: list[Job] = getattr(bundle, stage.replace("-", "_"))()
         if stage in ("train", "curve"):  # what is there already is not trained again
             jobs = [job for job in jobs if not job.makes.exists()]
-        limit, began, ended = bundle.limit(stage) * (20 if args.toy else 1), time.monotonic(), dict[str, str]()
+        limit, began, ended = bundle.limit(stage), time.monotonic(), dict[str, str]()
+        limit = limit * 20 if args.toy else limit + AROUND if stage in ("train", "curve") else limit
         at_once = {"curve": args.at_once, "calibrate": 1}.get(stage, len(jobs) or 1)
         for first in range(0, len(jobs), at_once):
             left = began + limit - time.monotonic()
