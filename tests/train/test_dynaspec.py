@@ -461,6 +461,25 @@ def test_the_run_folder(whole, target, kind):
     assert sum(max(r.accepted) for r in results) > len(prompts), "nothing was drafted"
 
 
+def test_weights_in_bfloat16(train, run_decode, tmp_path):
+    """As a drafter that is passed on has them: the lists stay whole numbers, and text is that of plain decoding."""
+    folder = train("bfloat16", "export.dtype=bfloat16")
+    config, _, weights = read(folder)
+    whole_numbers = {name: weight.dtype for name, weight in weights.items() if weight.dtype != torch.bfloat16}
+    assert whole_numbers == {"order": torch.int32, "starts": torch.int32} and len(weights) > 2
+    part = load_file(folder / "drafter/model.safetensors")
+    assert {weight.dtype for weight in part.values()} == {torch.bfloat16} and config["parts"] == ["drafter"]
+    (tmp_path / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
+    prompt = "--prompt 'def read(path):' --raw --max-new-tokens 24 --device cpu"
+    for more in ("", "+ngram"):
+        line = f"{folder}{more} --tree {tmp_path / 'tree.json'} {prompt} --check-lossless --report {tmp_path}"
+        code, _, err = run_decode(line)
+        assert code == 0, err
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["new_tokens"] == 24 and report["lossless"]["passed"]
+    assert report["mean_accepted_length"] > 1
+
+
 def test_training_raises_recall(train):
     """Of the same lists before and after; the loss falls, too."""
     fixed = ["drafter.k_max=5", "drafter.schedule=fixed"]
