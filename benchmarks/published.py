@@ -280,8 +280,8 @@ CLAIMS = (
             "drafter": "{shared}/dynaspec",
             "base": "{shared}/eagle",
             "eagle": "tiny-eagle1",
-            **{name: "eagle" for name in ("first", "second")},  # one for both, which is made once
-            **{name: SMALL_STEPS for name in ("first_how", "second_how")},
+            **dict.fromkeys(("first", "second"), "eagle"),  # one for both, which is made once
+            **dict.fromkeys(("first_how", "second_how"), SMALL_STEPS),
             "recipe": "tiny-dynaspec",
             "lists": "drafter.positions=256 stages.0.steps=10 " + BRIEF,
             "size": 512,
