@@ -471,12 +471,12 @@ def test_weights_in_bfloat16(train, run_main, tmp_path):
     part = load_file(folder / "drafter/model.safetensors")
     assert {weight.dtype for weight in part.values()} == {torch.bfloat16} and config["parts"] == ["drafter"]
     (tmp_path / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
-    line = [folder, "--tree", tmp_path / "tree.json", "--prompt", "def read(path):", "--raw", "--max-new-tokens", 24]
-    options = ["--device", "cpu", "--threads", 1, "--check-lossless", "--report", tmp_path]
+    line = [folder, "--tree", tmp_path / "tree.json", "--prompt", "def read(path):", "--raw", "--max-new-tokens", 40]
+    options = ["--device", "cpu", "--threads", 1, "--all-nodes", "--check-lossless", "--report", tmp_path]
     code, _, err = run_main(decode.main, *line, *options, script="inference/decode.py")
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["new_tokens"] == 24 and report["lossless"]["passed"] and report["mean_accepted_length"] > 1
+    assert report["new_tokens"] == 40 and report["lossless"]["passed"] and report["mean_accepted_length"] > 1
 
 
 def test_training_raises_recall(train):
