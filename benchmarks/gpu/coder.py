@@ -296,7 +296,7 @@ def run_jobs(jobs: list[Job], limit: float, logs: Path) -> dict[str, str]:
     return ended
 
 
-def main() -> None:
+def parser() -> CommandLine:
     parser = CommandLine(__doc__)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, logs and stages.json")
@@ -311,7 +311,11 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="some of the stages")
     parser.add_argument("--at-once", type=int, default=4, help="runs of the curve side by side (default 4)")
     parser.add_argument("--toy", action="store_true", help="the same at toy size, on a CPU")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     if not args.prompts and not args.toy:
         raise ValueError("--prompts: name the folder of the four evaluation sets")
     if args.prompts and (missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]):

@@ -161,9 +161,10 @@ SWITCHES = {
 def coder(size: str, goal: str) -> Part:
     """Answers, training, calibration and decoding for Qwen2.5-Coder; what it trained comes back in pieces."""
     command = f"python benchmarks/gpu/coder.py {size} --out {{here}}"
+    real = f"{command} --prompts runs/prompts --minutes 8.3"
     packed = ("drafters.tar.xz.pieces.json", *(f"drafters.tar.xz.{number:03d}" for number in range(7)))
     return Part(
-        f"coder-{size}", goal, CODER_SECONDS, (f"{command} --prompts runs/prompts --minutes 8.3",), (f"{command} --toy",),
+        f"coder-{size}", goal, CODER_SECONDS, (real,), (f"{command} --toy",),
         judges.judge_coder(f"coder-{size}"), (*REPORT, "triton", "gguf"),
         brings=tuple(f"{{here}}/pack/{name}" for name in packed),
         files=(f"models/qwen2.5-coder-{size}", "runs/prompts"),
