@@ -238,7 +238,7 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
 	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
 	@check() { $(PY) benchmarks/serve_check.py "$$@" --server $$server --environment $(SERVE)$$server --out runs/serve || failed=1; }; \
 	failed=0; for server in $(SERVERS); do \
-	check models/smollm2-eagle3 models/smollm2-dynaspec/drafter models/smollm2-medusa draft_model:models/smollm2 ngram:2-4 \
+	check models/smollm2-eagle3 models/smollm2-medusa draft_model:models/smollm2 ngram:2-4 \
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \

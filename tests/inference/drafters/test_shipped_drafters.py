@@ -1,4 +1,5 @@
-"""The drafters that the repository brings: for the target of `make models`, small, exact, and with what they need."""
+"""The drafters that the repository brings: for the targets of `make models` and `make coder`, small, exact, and with
+what they need."""
 
 import json
 from pathlib import Path
@@ -10,28 +11,44 @@ from draftsmith.models.from_gguf import with_safetensors
 from draftsmith.models.stored import FETCHED, fingerprint, gguf_file
 
 ROOT = Path(__file__).parents[3]
+CODER = "models/qwen2.5-coder-0.5b"
+FINGERPRINTS = {  # of the GGUF files
+    FETCHED: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    CODER: "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+}
+SMOLLM2_DRAFTERS = {"smollm2-medusa", "smollm2-medusa2", "smollm2-eagle3"}
+CODER_DRAFTERS = {"qwen2.5-coder-0.5b-medusa", "qwen2.5-coder-0.5b-eagle3"}
 SHIPPED = sorted(ROOT.glob("models/*/config.json"))
 DRAFTERS = [path.parent for path in SHIPPED if "drafter_type" in json.loads(path.read_text())]
+NEEDS = {FETCHED: [pytest.mark.needs_models], CODER: [pytest.mark.needs_coder, pytest.mark.whole_runs]}
 each = pytest.mark.parametrize("folder", DRAFTERS, ids=lambda folder: folder.name)
 
 
-def test_they_are_there():
-    names = {"smollm2-medusa", "smollm2-medusa2", "smollm2-eagle3", "smollm2-dynaspec"}
-    assert {folder.name for folder in DRAFTERS} == names
+def target_of(folder):
+    return CODER if folder.name.startswith(Path(CODER).name) else FETCHED
+
+
+def test_those_for_smollm2_are_there():
+    assert {folder.name for folder in DRAFTERS if target_of(folder) == FETCHED} == SMOLLM2_DRAFTERS
+
+
+def test_those_for_coder_are_there():
+    assert {folder.name for folder in DRAFTERS if target_of(folder) == CODER} == CODER_DRAFTERS
 
 
 @each
 def test_its_files(folder):
+    """Without the target."""
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tree.json", "provenance.json", "README.md", "recipe.yaml"} <= names
     assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 16e6
     with safe_open(folder / "model.safetensors", "pt") as stored:
         dtypes = {name: stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118
-    kind = json.loads((folder / "config.json").read_text())["drafter_type"]
-    whole_numbers = {"order": "I32", "starts": "I32"} if kind == "dynaspec" else {"draft_vocab": "I64"}
     others = {name: dtype for name, dtype in dtypes.items() if dtype != "BF16"}
-    assert others == whole_numbers and "BF16" in dtypes.values()
-    assert json.loads((folder / "tree.json").read_text()).get("at_load", False) == (kind == "medusa")
+    assert others == {"draft_vocab": "I64"} and "BF16" in dtypes.values()
+    kind = json.loads((folder / "config.json").read_text())["drafter_type"]
+    at_load = json.loads((folder / "tree.json").read_text()).get("at_load", False)
+    assert at_load == (kind == "medusa") or (target_of(folder) == CODER and not at_load)
     made = json.loads((folder / "provenance.json").read_text())
     assert made["data_sha256"] and made["simulated_tau"] > 1.5
     for path in folder.rglob("*"):
@@ -40,14 +57,21 @@ def test_its_files(folder):
 
 
 @each
-@pytest.mark.needs_models
+def test_its_target(folder):
+    """By the folder that is fetched and the fingerprint of the file there. Without that file."""
+    wanted = json.loads((folder / "config.json").read_text())["target"]
+    assert wanted["name_or_path"] == target_of(folder)
+    if not wanted.get("adapter"):
+        assert wanted["fingerprint"] == FINGERPRINTS[target_of(folder)]
+
+
+@pytest.mark.parametrize(
+    "folder", [pytest.param(folder, marks=NEEDS[target_of(folder)], id=folder.name) for folder in DRAFTERS]
+)
 def test_it_decodes_the_target_exactly(folder, tmp_path, run_decode, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert (file := gguf_file(FETCHED))
-    wanted = json.loads((folder / "config.json").read_text())["target"]
-    assert wanted["name_or_path"] == FETCHED
-    if not wanted.get("adapter"):
-        assert wanted["fingerprint"] == fingerprint(with_safetensors(file))
+    assert (file := gguf_file(target_of(folder)))
+    assert fingerprint(with_safetensors(file)) == FINGERPRINTS[target_of(folder)]
     # A tree of its own: which nodes of the shipped one pay, if any, depends on the machine and its load.
     tree = tmp_path / "tree.json"
     tree.write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
