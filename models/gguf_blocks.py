@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader
 
 _PIECE = 1 << 18  # weights that are dequantised at a time; what it takes stays in a core's cache
 _WORTH = 16 << 20  # weights for which another process is started
@@ -59,6 +57,8 @@ def plan(
     ``names``: name in the GGUF file → in the safetensors file.
     ``heads``: name in the GGUF file → number of heads whose rows are permuted.
     ``dtype``: torch's name of the copy's dtype."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # an optional package
+
     size = 2 if dtype.endswith("16") else 4
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     found, at = [tensor for tensor in reader.tensors if tensor.name in names], 0
@@ -90,8 +90,11 @@ def plan(
     return len(text).to_bytes(8, "little") + text, pieces
 
 
-def _known(kind: GGMLQuantizationType) -> bool:
+def _known(kind: "GGMLQuantizationType") -> bool:
     """Whether the package dequantises blocks of this kind."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
@@ -179,6 +182,9 @@ def _work(file: str, copy: str, dtype: str) -> None:
 
 def _convert(source: Any, target: Any, piece: Piece, dtype: str) -> None:
     """Dequantise a piece, and write it to its place."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
     block, block_bytes = GGML_QUANT_SIZES[kind := GGMLQuantizationType(piece.kind)]
     raw = np.empty((piece.rows, piece.columns // block * block_bytes), np.uint8)
     source.seek(piece.source)

@@ -10,10 +10,11 @@ interrupted and the next one uses what is there:
     convert    the target's GGUF file to safetensors
     answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl
     train      EAGLE-3 and Medusa-1, side by side: folders eagle3 and medusa
-    curve      the same on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
     calibrate  a tree for each
     decode     plain decoding, both drafters, n-grams and merges, on all four sets: report/
     same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
+    curve      training on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
+    pack       drafters and answers, in pieces of 16 MB at most: pack/
 
 Whatever has been done is not done again. stages.json has what each took and how it ended, DIR/STAGE.log its output.
 --toy: on a CPU, for the tiny target. Exit codes: 0 each stage made something; 1 one did not; 2 bad input.
@@ -39,12 +40,13 @@ from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("convert", "answers", "train", "curve", "calibrate", "decode", "same-bits")
+STAGES = ("convert", "answers", "train", "calibrate", "decode", "same-bits", "curve", "pack")
 SETS = ("humaneval", "mbpp", "gsm8k", "mt-bench")
 PER_SET = 16  # prompts of each set that are decoded
 GRACE = 20  # seconds between an interrupt and a kill
 AROUND = 35  # seconds of a training run for loading, the last evaluation and writing, and for what those take longer
 HELD_OUT = 256  # conversations, or a tenth
+PIECE = 16_000_000  # bytes
 CHECKED = ("--check-lossless", "--seconds")
 FAMILIES = ("eagle3", "medusa")
 METHODS = ("medusa", "eagle3", "ngram", "medusa+ngram", "eagle3+ngram")
@@ -64,10 +66,11 @@ class Size:
 
 
 SIZES = {
-    "0.5b": Size(14_000, 896, {"convert": 60, "answers": 80, "train": 110, "curve": 150, "calibrate": 60, "decode": 90,
-                               "same-bits": 60}, seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
-    "1.5b": Size(9_000, 4480, {"convert": 60, "answers": 110, "train": 190, "curve": 1, "calibrate": 80, "decode": 120,
-                               "same-bits": 60}, epochs=(3, 1)),
+    "0.5b": Size(24_000, 896, {"convert": 60, "answers": 110, "train": 140, "calibrate": 60, "decode": 80,
+                               "same-bits": 40, "curve": 150, "pack": 20},
+                 seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
+    "1.5b": Size(18_000, 4480, {"convert": 60, "answers": 130, "train": 190, "calibrate": 70, "decode": 110,
+                                "same-bits": 60, "curve": 1, "pack": 40}, epochs=(3, 1)),
 }  # fmt: skip
 
 
@@ -81,8 +84,9 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def python(script: str, *words: object) -> list[str]:
-    return [sys.executable, script, *map(str, words)]
+def python(module: str, *words: object) -> list[str]:
+    """A command by its module's full name, by which make gpu finds the files behind its part."""
+    return [sys.executable, "-m", module, *map(str, words)]
 
 
 class Bundle:
@@ -91,12 +95,21 @@ class Bundle:
     def __init__(self, size: Size, name: str, args: Any) -> None:
         self.size, self.name, self.out, self.toy = size, name, args.out.resolve(), args.toy
         self.model = str(args.model or f"models/qwen2.5-coder-{name}")
-        self.prompts, self.given = args.prompts.resolve(), [path.resolve() for path in args.answers]
+        self.prompts, self.given = (
+            (args.prompts or self.toy_prompts()).resolve(),
+            [path.resolve() for path in args.answers],
+        )
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
         self.speed, self.families = args.minutes / 11, args.families
         given = [each.partition("=") for each in args.limit]
         self.limits = {stage: float(seconds) for stage, _, seconds in given}
+
+    def toy_prompts(self) -> Path:
+        (self.out / "prompts").mkdir(parents=True, exist_ok=True)
+        for name in SETS:
+            write_text(self.out / "prompts" / f"{name}.jsonl", json.dumps({"turns": [f"def {name[:2]}(a, b):"]}) + "\n")
+        return self.out / "prompts"
 
     def limit(self, stage: str) -> float:
         return self.limits.get(stage, self.size.seconds[stage] * self.speed)
@@ -104,21 +117,21 @@ class Bundle:
     # ---- the commands
 
     def convert(self) -> list[Job]:
-        code = "import sys; sys.path.insert(0, '.types')\nfrom draftsmith.models.stored import resolve_folder\n"
-        code += "print(resolve_folder(sys.argv[1]))"
-        return [Job("convert", [sys.executable, "-c", code, self.model], self.out / "converted")]
+        code = "import sys\nfrom draftsmith.models.stored import resolve_folder\nprint(resolve_folder(sys.argv[1]))"
+        model = "models/tiny-lm" if self.toy else self.model
+        return [Job("convert", [sys.executable, "-c", code, model], self.out)]
 
     def answers(self) -> list[Job]:
         fields = [f"engine.batch_size={self.batch}", f"data.written={self.size.written}"]
         if not self.size.seeds:  # --answers has those to the seeds
             fields += ["data.seeds=[]", "run.seed=1"]
         if self.toy:
-            fields = ["data.seeds=[{source: data/coder-seeds.jsonl, limit: 40}]", "data.written=0", *TOY_TARGET,
-                      "data.template=recipes/templates/vicuna.jinja", "decoding.max_new_tokens=24",
+            fields = ["data.seeds=[{source: data/coder-seeds.jsonl, limit: 12}]", "data.written=0", *TOY_TARGET,
+                      "data.template=recipes/templates/vicuna.jinja", "decoding.max_new_tokens=16",
                       "engine.batch_size=16", "engine.max_length=256"]  # fmt: skip
         recipe = f"recipes/qwen2.5-coder-{self.name}-distill.yaml"
         words = python(
-            "train/distill.py", recipe, f"run.output_dir={self.out}", "run.name=answers", *self.target, *fields
+            "draftsmith.train.distill", recipe, f"run.output_dir={self.out}", "run.name=answers", *self.target, *fields
         )
         return [Job("answers", words, self.out / "answers/shard-00000.jsonl")]
 
@@ -126,40 +139,62 @@ class Bundle:
     def target(self) -> list[str]:
         return [] if self.toy else [f"target.name={self.model}"]
 
-    def training(self, family: str, folder: str, data: str, stage: str) -> Job:
-        """Its time is the stage's limit less what a run takes around its steps."""
-        script = "eagle" if family == "eagle3" else "medusa"
+    def training(self, family: str, folder: str, data: str, stage: str, share: float = 0.0) -> Job:
+        """Its time is the stage's limit less what a run takes around its steps. A ``share`` of the answers, in millions
+        of tokens, has a batch of which its passes are a hundred steps or so."""
+        module = "draftsmith.train.eagle" if family == "eagle3" else "draftsmith.train.medusa"
         fields = [f"run.output_dir={self.out}", f"run.name={folder}", *self.target]
         fields += [
             f"data.train=[{{source: {self.out / data}}}]",
             f"data.validation=[{{source: {self.out / 'held.jsonl'}}}]",
         ]
         fields += ["checkpoint.every=100000", "evaluate.every=100000", "stages.0.steps=null"]
-        fields += [f"stages.0.epochs={self.size.epochs[family == 'medusa']:g}"]
+        epochs = self.size.epochs[family == "medusa"]
+        fields += [f"stages.0.epochs={epochs:g}"]
         fields += [f"stages.0.seconds={max(1.0, self.limit(stage) - AROUND):g}"]
         if family == "eagle3":
             fields += [f"drafter.intermediate_size={self.size.mlp}"]
+        if share:
+            rows = share * 1e6 * epochs / (0.75 * 1024)  # three quarters of the tokens are answers
+            fields += [f"stages.0.batch.sequences={min((4, 8, 16, 32), key=lambda size: abs(rows / size - 100))}"]
         if self.toy:
             fields += [*TOY_TARGET, "data.template=recipes/templates/vicuna.jinja", "drafter.draft_vocab_size=512",
                        "stages.0.batch.sequences=4", "data.max_length=128", "stages.0.optim.warmup_steps=1",
                        "evaluate.sequences=4", "precision.autocast=none"]  # fmt: skip
             fields += ["drafter.intermediate_size=48", "drafter.unroll=2"] if family == "eagle3" else []
         recipe = f"recipes/qwen2.5-coder-{self.name}-{family}.yaml"
-        return Job(
-            folder, python(f"train/{script}.py", recipe, "--restart", *fields), self.out / folder / "config.json"
-        )
+        return Job(folder, python(module, recipe, "--restart", *fields), self.out / folder / "config.json")
 
     def train(self) -> list[Job]:
         return [self.training(family, family, "train.jsonl", "train") for family in self.families]
 
     def curve(self) -> list[Job]:
         wanted = [(share, family) for share in self.shares for family in self.families]
-        return [self.training(each, f"{each}-{share:g}M", f"train-{share:g}M.jsonl", "curve") for share, each in wanted]
+        return [
+            self.training(each, f"{each}-{share:g}M", f"train-{share:g}M.jsonl", "curve", share)
+            for share, each in wanted
+        ]
+
+    def pack(self) -> list[Job]:
+        """Drafters without checkpoints, and the answers, as pieces of one archive."""
+        names = [path.parent.name for path in sorted(self.out.glob("*/config.json"))]
+        files = [
+            name
+            for name in ("train.jsonl", "held.jsonl", "data.json", "stages.json", "report")
+            if (self.out / name).exists()
+        ]
+        archive, left_out = self.out / "drafters.tar.xz", "--exclude=checkpoints"
+        packed = shlex.join(["tar", "-C", str(self.out), left_out, "-c", *files, *names])
+        cut = shlex.join(
+            python("draftsmith.tools.pieces", "cut", archive, "--out", self.out / "pack", "--mb", PIECE / 1e6)
+        )
+        words = ["bash", "-c", f"{packed} | xz -T0 -1 > {shlex.quote(str(archive))} && {cut}"]
+        return [Job("pack", words, self.out / "pack/drafters.tar.xz.000")]
 
     def calibrate(self) -> list[Job]:
-        seconds = 2 if self.toy else 12
+        seconds = 1 if self.toy else 12
         return [
-            Job(f"calibrate-{name}", python("inference/calibrate.py", self.out / name, "--seconds", seconds),
+            Job(f"calibrate-{name}", python("draftsmith.inference.calibrate", self.out / name, "--seconds", seconds),
                 self.out / name / "tree.json")
             for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()
         ]  # fmt: skip
@@ -169,10 +204,10 @@ class Bundle:
         drafters = [method if method == "ngram" else str(self.out / method) for method in METHODS
                     if method == "ngram" or method.split("+")[0] in here]  # fmt: skip
         files = [word for each in SETS for word in ("--prompts", str(self.prompts / f"{each}.jsonl"))]
-        files += ["--first", str(prompts)]
+        files += ["--first", str(prompts), "--target", "models/tiny-lm" if self.toy else self.model]
         tokens = 8 if self.toy else 128
-        words = python("inference/decode.py", *drafters, *files, "--max-new-tokens", tokens, "--baseline", "engine",
-                       "--report", self.out / name, *options)  # fmt: skip
+        options = ("--max-new-tokens", str(tokens), "--baseline", "engine", "--report", str(self.out / name), *options)
+        words = python("draftsmith.inference.decode", *drafters, *files, *options)
         return Job(name, words, self.out / name / "report.json", environment)
 
     def decode(self) -> list[Job]:
@@ -192,7 +227,7 @@ class Bundle:
         for path in [*sorted((self.out / "answers").glob("shard-*.jsonl")), *self.given]:
             for line in read_text(path).splitlines():
                 with suppress(ValueError, LookupError):  # a line that was being written
-                    row = json.loads(line)
+                    row: dict[str, Any] = json.loads(line)
                     rows.append({"messages": row["messages"], "finish_reason": row["finish_reason"]})
         asked = {passage for name in SETS for row in read_text(self.prompts / f"{name}.jsonl").splitlines()
                  for turn in json.loads(row)["turns"] for passage in passages(turn).tolist()}  # fmt: skip
@@ -261,11 +296,11 @@ def run_jobs(jobs: list[Job], limit: float, logs: Path) -> dict[str, str]:
     return ended
 
 
-def main() -> None:
+def parser() -> CommandLine:
     parser = CommandLine(__doc__)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, logs and stages.json")
-    parser.add_argument("--prompts", type=Path, required=True, help="folder of the four evaluation sets")
+    parser.add_argument("--prompts", type=Path, help="folder of the four evaluation sets")
     parser.add_argument("--model", help="the target's folder or Hub id; models/qwen2.5-coder-SIZE if left out")
     parser.add_argument("--answers", type=Path, nargs="*", default=[], help="further conversations, as JSON lines")
     parser.add_argument("--share", type=float, nargs="*", help="millions of answer tokens of each point of the curve")
@@ -276,8 +311,14 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="some of the stages")
     parser.add_argument("--at-once", type=int, default=4, help="runs of the curve side by side (default 4)")
     parser.add_argument("--toy", action="store_true", help="the same at toy size, on a CPU")
-    args = parser.parse_args()
-    if missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]:
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if not args.prompts and not args.toy:
+        raise ValueError("--prompts: name the folder of the four evaluation sets")
+    if args.prompts and (missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]):
         raise FileNotFoundError(
             f"{args.prompts}: no {missing[0]}.jsonl; docs/data.md says where the four sets are from"
         )
@@ -291,7 +332,7 @@ def main() -> None:
         if stage in ("train", "curve"):  # what is there already is not trained again
             jobs = [job for job in jobs if not job.makes.exists()]
         limit, began, ended = bundle.limit(stage), time.monotonic(), dict[str, str]()
-        limit = limit * 20 if args.toy else limit + AROUND if stage in ("train", "curve") else limit
+        limit = max(limit * 5, 300) if args.toy else limit + AROUND if stage in ("train", "curve") else limit
         at_once = {"curve": args.at_once, "calibrate": 1}.get(stage, len(jobs) or 1)
         for first in range(0, len(jobs), at_once):
             left = began + limit - time.monotonic()
@@ -302,7 +343,7 @@ def main() -> None:
             said = bundle.split()
         stages[stage] = {"seconds": round(time.monotonic() - began, 1), "ended": ended, "said": said}
         write_json(record, stages)
-        failed |= not all(job.makes.exists() for job in jobs if stage != "convert")
+        failed |= not all(job.makes.exists() for job in jobs)
         print(f"{stage}: {stages[stage]}", flush=True)
     sys.exit(failed)
 

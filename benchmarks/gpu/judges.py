@@ -333,13 +333,31 @@ def judge_decode(part: str, count: int, *, graphs: bool = True, exact: bool = Fa
     return judge
 
 
-def judge_retrained(out: Path, rehearsal: bool) -> Finding:
-    """τ of the drafter trained there beside the shipped one's, by one tree on the same prompts."""
-    reports = reports_of(out / "smollm2-eagle3", graphs=not rehearsal)
-    shown = "; ".join(f"{drafter_name(report)}: {told(report)}" for report in reports)
-    tau = {drafter_name(report): report["mean_accepted_length"] for report in reports}
-    met = tau["retrained"] > tau["smollm2-eagle3"] if len(tau) == 2 else None
-    return Finding(shown, met, missing=missing(len(reports), 2 - rehearsal))
+CODER_GOALS = {  # on HumanEval: × plain decoding, and τ
+    "coder-1.5b": {"eagle3": (2.0, 2.8), "medusa": (1.7, 0.0)},
+    "coder-0.5b": {"eagle3": (1.9, 0.0)},
+}
+
+
+def judge_coder(part: str) -> Callable[[Path, bool], Finding]:
+    """What benchmarks/gpu/coder.py decoded, on all four sets and on HumanEval; no text may differ."""
+
+    def judge(out: Path, rehearsal: bool) -> Finding:
+        folder = out / part
+        reports = {drafter_name(each): each for each in reports_of(folder / "report", graphs=not rehearsal)}
+        reports_of(folder / "report-same-bits", graphs=not rehearsal, exact=True)
+        shown, met = list[str](), list[bool]()
+        for name, report in reports.items():
+            code = report["kinds"]["humaneval"]
+            speed, tau = code["speedup"], code["mean_accepted_length"]
+            shown.append(f"{name}: {told(report)}, HumanEval {speed or 0:.2f} × at τ {tau:.2f}")
+            if goal := CODER_GOALS[part].get(name):
+                met.append((speed or 0) >= goal[0] and tau >= goal[1])
+        data = json_object(folder / "data.json")
+        shown.append(f"{data['answer_tokens']:,} answer tokens")
+        return Finding("; ".join(shown), all(met) if met else None, missing=missing(len(reports), 5))
+
+    return judge
 
 
 def judge_streams(out: Path, rehearsal: bool) -> Finding:

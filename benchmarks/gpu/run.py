@@ -42,7 +42,7 @@ if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each fol
 
 from draftsmith.benchmarks.gpu.closure import ROOT, fingerprint, installed_in, needs_of, say_packages
 from draftsmith.benchmarks.gpu.judges import Finding
-from draftsmith.benchmarks.gpu.parts import BUNDLE_SECONDS, BUNDLES, PACKAGES, PARTS, Part, with_needed
+from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, Part, seconds_of, with_needed
 from draftsmith.benchmarks.gpu.processes import REHEARSED, commands_of, gone, kill, mark_of, places, run_part
 from draftsmith.benchmarks.gpu.results import Result, pack, read_result, stored, table_of, versions
 from draftsmith.common.command import CommandLine, available_cores, run_command
@@ -265,7 +265,7 @@ def main() -> None:
     wanted = args.only or []
     if args.bundle:
         name, parts = choose_bundle(args.bundle)
-        name, wanted, args.minutes = f"gpu-{name}", BUNDLES[name], min(args.minutes, BUNDLE_SECONDS / 60)
+        name, wanted, args.minutes = f"gpu-{name}", BUNDLES[name], min(args.minutes, seconds_of(parts) / 60)
     elif args.only:
         parts = [part for part in parts if part.name in args.only]
     if args.list:

@@ -22,7 +22,7 @@ from draftsmith.benchmarks.gpu import processes, results
 from draftsmith.benchmarks.gpu import run as gpu
 from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in, needs_of
 from draftsmith.benchmarks.gpu.judges import Finding
-from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, with_needed
+from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, seconds_of, with_needed
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.drafters.dynamic import DynamicShape, read_dynamic
 
@@ -352,14 +352,16 @@ def test_undeclared_packages_are_hidden_in_a_rehearsal(tmp_path):
 
 
 def test_bundles():
-    """Nine minutes at most with all that their parts need; every part is in one of them."""
+    """Nine minutes at most, the Coder's ten, with all that their parts need; every part is in one of them."""
     assert {name for names in BUNDLES.values() for name in names} | {"target"} == {one.name for one in PARTS}
     for names in BUNDLES.values():
         needed = with_needed(names)
-        assert sum(one.limit for one in needed) <= 540
+        assert sum(one.limit for one in needed) <= seconds_of(needed) <= (590 if names[0].startswith("coder") else 540)
         for number, one in enumerate(needed):
             assert set(one.after) <= {other.name for other in needed[:number]}, "self-sufficient"
-    assert list(BUNDLES)[:2] == ["steps", "tests"], "neither needs a carried wheel nor the target's training, but tests"
+    assert list(BUNDLES)[2:4] == ["steps", "tests"], (
+        "neither needs a carried wheel nor the target's training, but tests"
+    )
     assert [one.name for one in with_needed(["serving"])] == ["target", "eagle", "serving"]
 
 
@@ -382,11 +384,11 @@ def test_documents_have_the_bundles_as_they_are():
 
 
 def test_a_bundle_by_number_or_name(run_main, tmp_path):
-    assert gpu.choose_bundle("1") == gpu.choose_bundle("steps")
+    assert gpu.choose_bundle("3") == gpu.choose_bundle("steps")
     code, _, err = run_main(gpu.main, "--bundle", "99", "--work", tmp_path)
     assert code == 2 and err.startswith("error: --bundle 99: unknown; use a number from 1 to ")
-    code, said, _ = run_main(gpu.main, "--list", "--bundle", "6", "--work", tmp_path)
-    assert code == 0 and "bundle 6, serving: target, eagle, serving (at most 540 s)" in said
+    code, said, _ = run_main(gpu.main, "--list", "--bundle", "8", "--work", tmp_path)
+    assert code == 0 and "bundle 8, serving: target, eagle, serving (at most 540 s)" in said
     assert re.findall(r"(?m)^(\S+): .*\(at most", said) == ["target", "eagle", "serving"]
 
 

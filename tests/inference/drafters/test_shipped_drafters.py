@@ -17,7 +17,7 @@ FINGERPRINTS = {  # of the GGUF files
     CODER: "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
 }
 SMOLLM2_DRAFTERS = {"smollm2-medusa", "smollm2-medusa2", "smollm2-eagle3"}
-CODER_DRAFTERS = {"qwen2.5-coder-0.5b-medusa", "qwen2.5-coder-0.5b-eagle3"}
+CODER_DRAFTERS = {"qwen2.5-coder-0.5b-medusa"}
 SHIPPED = sorted(ROOT.glob("models/*/config.json"))
 DRAFTERS = [path.parent for path in SHIPPED if "drafter_type" in json.loads(path.read_text())]
 NEEDS = {FETCHED: [pytest.mark.needs_models], CODER: [pytest.mark.needs_coder, pytest.mark.whole_runs]}
