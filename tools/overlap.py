@@ -17,14 +17,11 @@ Exit codes: 0 nothing is shared, or --clean left it out; 1 a passage is shared; 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,54 +33,20 @@ from draftsmith.common.sections import LOCAL_FILES, Source
 from draftsmith.data import evaluation
 from draftsmith.data.evaluation import EvaluationPrompt
 from draftsmith.data.formats import Completion, Message, Turns, read_prompt, read_sample
+from draftsmith.data.passages import WORDS, passages, short_passages, text_hash, words_of
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
-WORDS = 8  # of a passage
 ANSWERS_EVERY = 16  # the hashes of answers' passages that are kept are multiples of it
-_WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
-_SENTENCE_END = re.compile(r"[.!?\n]+")
-_POWERS = np.array([pow(0x9E3779B97F4A7C15, i, 1 << 64) for i in range(WORDS)], np.uint64)
 _TENSORS = ("user_messages", "user_passages", "answer_passages")
 _FORMAT = {"format": "draftsmith passages", "version": 1, "words": WORDS, "answers_every": ANSWERS_EVERY}
 _SHOWN = 20  # passages printed
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
-
-
-_word_hash = cache(_hash)
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.replace("’", "'").lower())
-
-
-def _short(text: str) -> list[list[str]]:
-    """The words of the text and of each of its sentences, of those with fewer than ``WORDS``."""
-    texts = [text, *_SENTENCE_END.split(text)]
-    return [words for words in map(_words, texts) if 0 < len(words) < WORDS]
-
-
-def passages(text: str) -> np.ndarray:
-    """Hashes [P] uint64 of a text's passages: those of eight words in their order, then the shorter ones."""
-    hashes = np.array([_word_hash(word) for word in _words(text)], np.uint64)  # [W]
-    windows = max(len(hashes) - WORDS + 1, 0)
-    long = np.zeros(windows, np.uint64)
-    for offset, power in enumerate(_POWERS):
-        long += hashes[offset : offset + windows] * power  # mod 2⁶⁴
-    short = [
-        (np.array([_word_hash(word) for word in words], np.uint64) * _POWERS[: len(words)]).sum()
-        for words in _short(text)
-    ]
-    return np.concatenate([long, np.array(short, np.uint64)])
-
-
 def _passage(text: str, index: int) -> str:
     """The words of a passage, by its index in :func:`passages`."""
-    words = _words(text)
+    words = words_of(text)
     windows = max(len(words) - WORDS + 1, 0)
-    return " ".join(words[index : index + WORDS] if index < windows else _short(text)[index - windows])
+    return " ".join(words[index : index + WORDS] if index < windows else short_passages(text)[index - windows])
 
 
 @dataclass(frozen=True)
@@ -109,7 +72,7 @@ class Passages:
             if message["role"] == "assistant":
                 answered.append(found[found % np.uint64(ANSWERS_EVERY) == 0])
             else:
-                messages.add(_hash(message["content"].strip()))
+                messages.add(text_hash(message["content"].strip()))
                 asked.append(found)
         return cls(
             np.array(sorted(messages), np.uint64), np.unique(np.concatenate(asked)), np.unique(np.concatenate(answered))
@@ -158,7 +121,7 @@ class Overlap:
         self.prompts = {prompt.source: prompt for prompt in prompts}
         self._source_of: dict[int, str] = {}  # passage → the first prompt with it
         for source, prompt in self.prompts.items():
-            windows = max(len(_words(prompt.text)) - WORDS + 1, 1)  # or the whole prompt; not its shorter sentences
+            windows = max(len(words_of(prompt.text)) - WORDS + 1, 1)  # or the whole prompt; not its shorter sentences
             for passage in passages(prompt.text)[:windows].tolist():
                 self._source_of.setdefault(passage, source)
 
@@ -192,7 +155,7 @@ class Overlap:
         found = {self._source_of[passage] for passage in keys[hits].tolist()}
         whole = set(training.user_messages.tolist())
         for source, prompt in self.prompts.items():
-            if whole & {_hash(text.strip()) for text in (prompt.text, prompt.messages[0]["content"])}:
+            if whole & {text_hash(text.strip()) for text in (prompt.text, prompt.messages[0]["content"])}:
                 found.add(source)
         return [source for source in self.prompts if source in found]
 

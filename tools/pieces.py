@@ -11,9 +11,13 @@ cut short or of another file ends it with one line; nothing is written then. Exi
 import argparse
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
+
+if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each folder
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".types"))
+
+from draftsmith.common.files import replacing
 
 BLOCK = 1 << 22
 
@@ -45,9 +49,9 @@ def join(folder: Path, out: Path, sha256: str | None = None) -> None:
     pieces = [folder / f"{facts['name']}.{number:03d}" for number in range(facts["pieces"])]
     if missing := [piece.name for piece in pieces if not piece.is_file()]:
         raise ValueError(f"{folder}: {len(missing)} of {len(pieces)} pieces are missing: {', '.join(missing[:4])}")
-    digest, unfinished = hashlib.sha256(), out.with_name(out.name + ".unfinished")
+    digest = hashlib.sha256()
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with replacing(out) as unfinished:
         with unfinished.open("wb") as target:
             for piece in pieces:
                 with piece.open("rb") as source:
@@ -56,9 +60,6 @@ def join(folder: Path, out: Path, sha256: str | None = None) -> None:
                         target.write(block)
         if digest.hexdigest() != (sha256 or facts["sha256"]):
             raise ValueError(f"{out}: what was joined is another file (SHA-256 {digest.hexdigest()}); it was not kept")
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each fol
 
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import json_object, read_text, write_json, write_text
+from draftsmith.data.passages import passages
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("convert", "answers", "train", "calibrate", "decode", "same-bits", "curve", "pack")
@@ -221,8 +222,6 @@ class Bundle:
 
     def split(self) -> str:
         """Write train.jsonl, held.jsonl and the shares of the curve from the answers; returns what to say of them."""
-        from draftsmith.tools.overlap import passages
-
         rows: list[dict[str, Any]] = []
         for path in [*sorted((self.out / "answers").glob("shard-*.jsonl")), *self.given]:
             for line in read_text(path).splitlines():

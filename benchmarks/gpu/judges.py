@@ -355,7 +355,9 @@ def judge_coder(part: str) -> Callable[[Path, bool], Finding]:
                 met.append((speed or 0) >= goal[0] and tau >= goal[1])
         data = json_object(folder / "data.json")
         shown.append(f"{data['answer_tokens']:,} answer tokens")
-        return Finding("; ".join(shown), all(met) if met else None, missing=missing(len(reports), 5))
+        return Finding(
+            "; ".join(shown), all(met) if met else None, missing=missing(len(reports), 3 if rehearsal else 5)
+        )
 
     return judge
 

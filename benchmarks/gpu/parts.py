@@ -158,13 +158,13 @@ SWITCHES = {
 }  # fmt: skip
 
 
-def coder(size: str, goal: str) -> Part:
+def coder(size: str, goal: str, toy: str = "--toy") -> Part:
     """Answers, training, calibration and decoding for Qwen2.5-Coder; what it trained comes back in pieces."""
     command = f"python benchmarks/gpu/coder.py {size} --out {{here}}"
     real = f"{command} --prompts runs/prompts --minutes 8.3"
     packed = ("drafters.tar.xz.pieces.json", *(f"drafters.tar.xz.{number:03d}" for number in range(7)))
     return Part(
-        f"coder-{size}", goal, CODER_SECONDS, (real,), (f"{command} --toy",),
+        f"coder-{size}", goal, CODER_SECONDS, (real,), (f"{command} {toy}",),
         judges.judge_coder(f"coder-{size}"), (*REPORT, "triton", "gguf"),
         brings=tuple(f"{{here}}/pack/{name}" for name in packed),
         files=(f"models/qwen2.5-coder-{size}", "runs/prompts"),
@@ -173,7 +173,7 @@ def coder(size: str, goal: str) -> Part:
 
 PARTS = (
     coder("1.5b", "drafters for Qwen2.5-Coder-1.5B: EAGLE-3 τ ≥ 2.8 and ≥ 2.0 × on HumanEval, Medusa ≥ 1.7 ×, no text "
-          "differs"),
+          "differs", "--toy --families eagle3 --stages convert answers train decode pack"),  # the other's has all stages
     coder("0.5b", "drafters for Qwen2.5-Coder-0.5B: EAGLE-3 ≥ 1.9 × on HumanEval, no text differs; τ by tokens"),
     Part(
         "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "

@@ -137,6 +137,16 @@ def test_every_kind_of_blocks(converted, tokenizer, tmp_path):
     same(ours, converted(file, by_transformers=True)[0])
 
 
+@pytest.mark.needs_models
+def test_smollm2_whole(converted):
+    """A published file (Q4_1, Llama's architecture)."""
+    file = stored.gguf_file(stored.FETCHED)
+    assert file
+    ours, by_transformers = converted(file)
+    assert not by_transformers
+    assert len(same(ours, converted(file, by_transformers=True)[0])) > 250
+
+
 def test_rounding_is_that_of_torch():
     """All bit patterns of bfloat16, and those just before, on and after the ties between them."""
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
