@@ -7,11 +7,11 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.utils
-from lossless_suite import CaptureSimulation, simulate_capture
+from lossless_suite import CaptureSimulation, check_apart, simulate_capture
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
-from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.verify.sampling import Sampling
@@ -63,6 +63,10 @@ def test_a_window_that_is_only_in_the_mask(written, family):
     for static in (False, True):
         results = SpeculativeDecoder(target, static=static).serve(REQUESTS, 3)
         assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
+
+
+def test_plain_texts_begin_in_rows_apart(make_target):
+    check_apart(make_target, lambda target: PlainDrafter(target.device))
 
 
 def test_rows_are_refilled_at_once(written):
