@@ -323,7 +323,7 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Runner, "bitwise", False)  # texts begin together, as on a GPU
                 patch.setattr(stepping, "PREFILL_CHUNK", 11)
-                begun = _record_begins(patch)
+                begun = record_begins(patch)
                 decoder = SpeculativeDecoder(target, make(target), static=static, lean=lean)
                 results = decoder.serve(requests, 3, mode=mode, refill=2)
             where = f"{mode}, {'static' if static else 'eager'}, lean {lean}, rows {begun}"
@@ -331,7 +331,7 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
             _compare(where, results, expected, steps=own)
 
 
-def _record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
+def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
     """Numbers of the rows in which texts begin together, added call by call."""
     begun, begin = [], Step.begin
 
