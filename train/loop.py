@@ -124,6 +124,7 @@ class RunState(Generic[R]):
     step: over all stages.
     first: the step at which the stage began.
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
+    used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -141,6 +142,7 @@ class RunState(Generic[R]):
     step: int = 0
     first: int = 0
     seconds: float = 0.0
+    used: float = 0.0
     resumed: bool = False
 
     @property
@@ -246,7 +248,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
-    run.best, run.first = -math.inf, run.step
+    run.best, run.first, run.used = -math.inf, run.step, 0.0
     accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
@@ -265,12 +267,13 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         if not kept and run.main:
             console.print("  the checkpoint has no optimizer state for this launch; it begins anew", style="yellow")
     stepped: Any = torch.compile(module) if recipe.precision.compile else module
-    meter, note, began, spent = _Meter(), "", time.monotonic(), 0.0
+    meter, note, began = _Meter(), "", time.monotonic() - run.used
+    spent = run.used / stage.seconds if stage.seconds else 0.0
     original.train()
     since = time.monotonic()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
     with bar, interruptible() as stop_requested:
-        for step in range(start, stage.num_steps):
+        for step in range(start, stage.num_steps if spent < 1 else start):
             rate = learning_rate(stage, step, spent)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -287,7 +290,9 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
             stop = counts.new_tensor([float(stop_requested()), used])
             reduced: Any = accelerator.reduce(torch.cat([counts, stop]), "sum")
             counts, stop_all = reduced[:-2], reduced[-2]
-            spent = float(reduced[-1]) if stage.seconds else 0.0
+            if stage.seconds:
+                spent = float(reduced[-1])
+                run.used = spent * stage.seconds
             totals: dict[str, Tensor] = {}
             for i, batch in enumerate(batches):
                 last = i == len(batches) - 1
@@ -391,6 +396,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
     run.best, run.step, run.resumed = state["best"], state["step"], True
     run.seconds = state.get("seconds", math.nan)  # older ones have none
+    run.used = state.get("used", 0.0)
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
@@ -426,6 +432,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
+        state |= {"used": run.used} if stage.seconds else {}
         if not zero_2:
             sharded.forget(run.checkpoints)
         checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)

@@ -8,9 +8,10 @@
 The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
 drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
 function of its own: :func:`check_greedy`, :func:`check_coupled`, :func:`check_sampling`, :func:`check_seeds`,
-:func:`check_warm_up`, :func:`check_static`. The first three return counts, so that a test can check more: for example
-that every accepted length occurred. Sampling is coupled in :func:`check_coupled`, whose texts are plain decoding's, and
-multi-step in :func:`check_sampling`, whose texts have the target's distribution, and in :func:`check_seeds`.
+:func:`check_apart`, :func:`check_warm_up`, :func:`check_static`. The first three return counts, so that a test can
+check more: for example that every accepted length occurred. Sampling is coupled in :func:`check_coupled`, whose texts
+are plain decoding's, and multi-step in :func:`check_sampling`, whose texts have the target's distribution, and in
+:func:`check_seeds`.
 
 ``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
 a request may take other steps in a batch than alone, and only its tokens are fixed; in multi-step sampling only their
@@ -35,11 +36,12 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.engine import engine
+from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.budget import WHOLE
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
@@ -118,6 +120,7 @@ def check_exact(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
     check_static(make_target, make)
     check_warm_up(make_target, make)
     check_coupled(make_target, make, own=own)
+    check_apart(make_target, make, own=own)
     if own:
         check_seeds(make_target, make)
     return check_greedy(make_target, make, own=own)
@@ -294,9 +297,55 @@ def _coupled_requests(target: Target) -> list[Request]:
     return requests
 
 
+def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: bool = True) -> None:
+    """Texts that begin together in rows 0 and 2, while row 1 is decoding, are those of plain decoding, and take the
+    steps that they take alone: by ``refill``, greedy and in coupled sampling, eager and static, by the lean decoder and
+    by the model's own modules; prompts of one to several prefill chunks, one up to the end of the context.
+    """
+    target = phrases(make_target)
+    beside = 40  # tokens of row 1
+    greedy, _ = _greedy_requests(target)
+    first = [
+        replace(greedy[0], max_new_tokens=2),
+        replace(greedy[3], max_new_tokens=beside),
+        replace(greedy[5], max_new_tokens=3),
+    ]
+    sampled = _coupled_requests(target)
+    coupled = [sampled[number] for number in (2, 3, 7, 4, 5, 9, 21, 10)]  # number 5 and 10 are greedy, 21 penalises
+    coupled[1] = replace(coupled[1], max_new_tokens=beside)
+    by_mode: dict[Mode, list[Request]] = {"greedy": [*first, *greedy[5:7], greedy[0], greedy[7]], "sample": coupled}
+    for mode, requests in by_mode.items():
+        alone = SpeculativeDecoder(target, make(target), static=False).serve(requests, 1, mode=mode)
+        expected = [
+            replace(one, tokens=text) for one, text in zip(alone, plain_texts(target, requests, mode), strict=True)
+        ]
+        for static, lean in itertools.product((False, True), (None, False)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Runner, "bitwise", False)  # texts begin together, as on a GPU
+                patch.setattr(stepping, "PREFILL_CHUNK", 11)
+                begun = record_begins(patch)
+                decoder = SpeculativeDecoder(target, make(target), static=static, lean=lean)
+                results = decoder.serve(requests, 3, mode=mode, refill=2)
+            where = f"{mode}, {'static' if static else 'eager'}, lean {lean}, rows {begun}"
+            assert begun[:2] == [[0, 1, 2], [0, 2]], f"{where}: not those that are meant"
+            _compare(where, results, expected, steps=own)
+
+
+def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Numbers of the rows in which texts begin together, added call by call."""
+    begun, begin = [], Step.begin
+
+    def recorded(self, numbers, *arguments, **named):
+        begun.append([*numbers])
+        return begin(self, numbers, *arguments, **named)
+
+    patch.setattr(Step, "begin", recorded)
+    return begun
+
+
 def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     """In multi-step sampling, a request's seed determines its text and its steps: alone with a fresh drafter, and in
-    batches of 1 and 3 rows that are refilled, eager and static."""
+    batches of 1 and 3 rows that are refilled, eager and static, each at once and two together."""
     target = soft(make_target)
     each = [
         Sampling(seed=9, temperature=0.8),
@@ -316,9 +365,9 @@ def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     assert max(length for result in alone for length in result.accepted) > 1, "no draft was accepted"
     for static, rows in itertools.product((False, True), (1, 3)):
         decoder = SpeculativeDecoder(target, make(target), static=static)
-        for order in ([6, 3, 7, 0, 5, 1, 4, 2], list(range(len(each))))[: 1 + (rows == 3)]:
-            results = decoder.serve([requests[number] for number in order], rows, mode="mss")
-            where = f"{rows} rows, {'static' if static else 'eager'}, order {order}"
+        for refill, order in enumerate(([6, 3, 7, 0, 5, 1, 4, 2], list(range(len(each))))[: 1 + (rows == 3)], 1):
+            results = decoder.serve([requests[number] for number in order], rows, mode="mss", refill=refill)
+            where = f"{rows} rows, {'static' if static else 'eager'}, refill {refill}, order {order}"
             _compare(where, results, [alone[number] for number in order], steps=True)
 
 

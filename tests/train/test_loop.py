@@ -56,10 +56,11 @@ def samples(numbers: range) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def stage(steps=8, sequences=4, accumulate=1, name="toy", **optim) -> Stage:
+def stage(steps=8, sequences=4, accumulate=1, name="toy", seconds=None, **optim) -> Stage:
     optim = {"lr": 0.05, "schedule": "constant", **optim}
     batch = {"sequences": sequences, "accumulate": accumulate}
-    return Stage.model_validate({"name": name, "optim": optim, "batch": batch, "steps": steps})
+    limits = {"steps": steps, "seconds": seconds}
+    return Stage.model_validate({"name": name, "optim": optim, "batch": batch, **limits})
 
 
 def evaluate(module):
@@ -122,6 +123,127 @@ def test_learning_rate():
     assert loop.learning_rate(cosine, 99) == pytest.approx(0.0, abs=0.001)
     assert loop.learning_rate(stage(steps=3, lr=2.0), 2) == 2.0
     assert loop.learning_rate(stage(steps=5, lr=1.0, warmup_steps=5), 4) == 1.0  # nothing but warm-up
+
+
+def test_learning_rate_by_seconds():
+    """What is further on decides: the steps or the share of the seconds."""
+    linear = stage(steps=110, lr=1.0, warmup_steps=10, schedule="linear", final_lr=0.1)
+    assert loop.learning_rate(linear, 9, 0.9) == pytest.approx(1.0), "warm-up has its steps"
+    assert loop.learning_rate(linear, 10, 0.5) == loop.learning_rate(linear, 60, 0.3) == pytest.approx(0.55)
+    assert loop.learning_rate(linear, 10, 1.0) == loop.learning_rate(linear, 10, 7.0) == pytest.approx(0.1)
+    assert loop.learning_rate(stage(steps=100, lr=2.0, schedule="cosine"), 3, 0.25) == pytest.approx(
+        1 + math.cos(math.pi / 4)
+    )
+    assert loop.learning_rate(stage(steps=3, lr=2.0), 0, 1.0) == 2.0
+
+
+# ---- a limit in seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still: ``clock[0]`` are its seconds."""
+    now = [100.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    return now
+
+
+def timed(clock, seconds_each, make=samples):
+    """Samples, each batch of which takes so long."""
+
+    def take(numbers: range) -> dict[str, torch.Tensor]:
+        clock[0] += seconds_each
+        return make(numbers)
+
+    return take
+
+
+LIMITED = {"steps": 1000, "schedule": "linear", "final_lr": 0.1, "seconds": 60.0}
+
+
+def test_a_stage_ends_by_its_seconds(tmp_path, clock, monkeypatch, capsys):
+    """12 steps of 5 seconds: the schedule ends with them, the last weights are evaluated and saved, and a line says
+    so."""
+    rates, rate = [], loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda *arguments: rates.append(rate(*arguments)) or rates[-1])
+    run = job(tmp_path, every=100, evaluate_every=100)
+    fit(run, Toy(), stage(**LIMITED), timed(clock, 5))
+    assert run.step == len(rates) == 12
+    assert rates == pytest.approx([0.05 * (1 - 0.9 * used / 12) for used in range(12)], rel=1e-4)
+    assert rates[-1] < 0.05 * 0.2, "near final_lr, of which a twelfth is left"
+    assert "toy ends after 12 of 1000 steps, by its 60 seconds\n" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [12] and lines[-2]["lr"] == rates[-1]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-12"]
+
+
+def test_evaluations_and_checkpoints_are_within_the_seconds(tmp_path, clock):
+    def slow(module):
+        clock[0] += 20
+        return evaluate(module)
+
+    run = job(tmp_path, evaluate_every=2)
+    fit(run, Toy(), stage(**LIMITED), timed(clock, 5), slow)
+    assert run.step == 5, "after steps 2 and 4 an evaluation of 20 seconds: 5 5 20 5 5 20 5"
+
+
+def test_steps_that_are_done_before_the_limit_change_nothing(tmp_path, clock, capsys):
+    """The weights are those of the stage without one, bit for bit."""
+    found = []
+    for seconds in (None, 1e6):
+        toy, folder = Toy(), tmp_path / str(seconds)
+        folder.mkdir()
+        fit(job(folder), toy, stage(schedule="cosine", seconds=seconds), timed(clock, 0.01))
+        found.append(weights(toy))
+    assert same(*found) and "by its" not in capsys.readouterr().out
+
+
+def test_a_run_that_its_seconds_ended_is_not_trained_again(tmp_path, clock, capsys):
+    """Nor evaluated, unless it is given more of them."""
+    toy, again, more = Toy(), Toy(), Toy()
+    fit(job(tmp_path), toy, stage(**LIMITED), timed(clock, 5))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    run = job(tmp_path, resume=True)
+    fit(run, again, stage(**LIMITED), timed(clock, 5))
+    assert run.step == 12 and same(weights(again), weights(toy))
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    run = job(tmp_path, resume=True)
+    fit(run, more, stage(**LIMITED | {"seconds": 80.0}), timed(clock, 5))
+    assert run.step == 16 and not same(weights(more), weights(toy))
+
+
+def test_an_interrupted_run_has_the_seconds_that_are_left(tmp_path, clock):
+    """And the weights of the run that nothing interrupted, up to the rounding of the seconds."""
+
+    def interrupted(numbers: range) -> dict[str, torch.Tensor]:
+        if numbers.start == 4 * 6:  # the seventh step
+            os.kill(os.getpid(), signal.SIGINT)
+        return samples(numbers)
+
+    whole, parts = Toy(), Toy()
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    fit(job(tmp_path / "whole"), whole, stage(**LIMITED), timed(clock, 5))
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 7; saved"):
+        fit(job(tmp_path / "parts"), Toy(), stage(**LIMITED), timed(clock, 5, interrupted))
+    clock[0] += 1e5  # until it is resumed
+    run = job(tmp_path / "parts", resume=True)
+    fit(run, parts, stage(**LIMITED), timed(clock, 5))
+    assert run.step == 12
+    for name, weight in weights(parts).items():
+        torch.testing.assert_close(weight, weights(whole)[name], atol=0.05 / 1e4, rtol=0)
+
+
+def test_only_the_last_stage_is_limited_in_seconds(tmp_path):
+    content = job(tmp_path, stages=("first", "second")).recipe.model_dump()
+    content["stages"][1]["seconds"] = 9
+    assert TrainingRecipe.model_validate(content).stages[1].seconds == 9
+    content["stages"][0]["seconds"] = 9
+    with pytest.raises(ValueError, match="stages: only the last one can be limited in seconds; the others have steps"):
+        TrainingRecipe.model_validate(content)
+    content["stages"] = [content["stages"][1] | {"seconds": 0}]
+    with pytest.raises(ValueError, match="greater than 0"):
+        TrainingRecipe.model_validate(content)
 
 
 # ---- what a step computes

@@ -7,7 +7,15 @@ from dataclasses import replace
 import lossless_suite
 import pytest
 import torch
-from lossless_suite import check_coupled, check_greedy, check_sampling, check_seeds, check_static, check_warm_up
+from lossless_suite import (
+    check_apart,
+    check_coupled,
+    check_greedy,
+    check_sampling,
+    check_seeds,
+    check_static,
+    check_warm_up,
+)
 from transformers import DynamicCache
 
 from draftsmith.inference.drafters import compressed
@@ -298,6 +306,7 @@ def test_greedy_and_coupled_decoding_are_exact(make_target, name, kind):
         check_static(make_target, make)
     check_greedy(make_target, make)
     check_coupled(make_target, make)
+    check_apart(make_target, make)
     if kind == "own":
         check_seeds(make_target, make)
         check_warm_up(make_target, make)

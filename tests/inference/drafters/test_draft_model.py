@@ -100,7 +100,7 @@ def test_lossless(make_target, name):
     def make(target):
         return DraftModelDrafter(perturbed(target), target, TREES[name])
 
-    for check in (suite.check_static, suite.check_seeds, suite.check_coupled):
+    for check in (suite.check_static, suite.check_seeds, suite.check_coupled, suite.check_apart):
         check(make_target, make)
     if name == "chain":
         suite.check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)

@@ -276,6 +276,7 @@ def test_lossless_merge(make_target, tree):
         suite.check_warm_up(make_target, make)
     more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
     suite.check_greedy(make_target, make)
+    suite.check_apart(make_target, make, own=False)
     suite.check_coupled(make_target, make, own=False)  # nodes of estimated probability 0 are left out for a whole batch
 
     def small(target):

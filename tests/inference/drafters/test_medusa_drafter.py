@@ -102,6 +102,7 @@ def test_a_draft_vocabulary_is_lossless(make_target, greedy_texts):
     assert [r.tokens for r in results] == truth
     assert any(count > 1 for r in results for count in r.accepted) and any(token % 2 for row in truth for token in row)
     lossless_suite.check_coupled(make_target, near_the_lm_head)
+    lossless_suite.check_apart(make_target, near_the_lm_head)
     lossless_suite.check_sampling(make_target, near_the_lm_head, "cut", count=4000, rows=4000)
 
 

@@ -6,6 +6,7 @@ import lossless_suite
 import pytest
 import torch
 from lossless_suite import (
+    check_apart,
     check_coupled,
     check_exact,
     check_greedy,
@@ -147,6 +148,7 @@ def test_merged_ssms_that_overlap(make_target):
     check_warm_up(make_target, ensemble("two SSMs"))
     check_greedy(make_target, make)
     check_coupled(make_target, make)
+    check_apart(make_target, make)
     assert sum(each.shared for each in made) > 100, "they rarely propose the same node"
     made.clear()
     check_sampling(make_target, make, "cut", static=True, count=3000, rows=3000)

@@ -255,6 +255,7 @@ def test_the_text_is_the_targets_own(make_target, family):
 
     for check in (suite.check_greedy, suite.check_coupled, suite.check_seeds, suite.check_static, suite.check_warm_up):
         check(make_target, make("in_context"))
+    suite.check_apart(make_target, make("in_context"))
     suite.check_static(make_target, make("dynaspec"))
     suite.check_coupled(make_target, make("dynaspec"))
 

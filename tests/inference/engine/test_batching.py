@@ -7,13 +7,15 @@ import shutil
 import pytest
 import torch
 import torch._dynamo.utils
-from lossless_suite import CaptureSimulation, simulate_capture
+from lossless_suite import CaptureSimulation, check_apart, record_begins, simulate_capture
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import engine
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
-from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.engine.step import Step
+from draftsmith.inference.engine.turns import serve_conversations
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.medusa import MedusaHeads
@@ -65,6 +67,10 @@ def test_a_window_that_is_only_in_the_mask(written, family):
         assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
 
 
+def test_plain_texts_begin_in_rows_apart(make_target):
+    check_apart(make_target, lambda target: PlainDrafter(target.device))
+
+
 def test_rows_are_refilled_at_once(written):
     """Plain decoding of 7 texts in 3 rows: as many steps as the fullest schedule has."""
     target, _ = written("llama")
@@ -84,6 +90,84 @@ def test_rows_are_refilled_at_once(written):
     for limit in LIMITS:
         free[free.index(min(free))] += max(0, limit - 1)  # the prefill gives the first token
     assert steps == max(free)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
+    """``refill`` of them, while others are decoded; results are those of ``refill=1``, and none is left out at the end
+    of the queue."""
+    target, truth = written("llama")
+    decoder = SpeculativeDecoder(target, static=static)
+    at_once = decoder.serve(REQUESTS * 3, 5)
+    assert [r.tokens for r in at_once] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] * 3
+    monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
+    begun, free, fill = record_begins(monkeypatch), [], engine._Queue.fill
+
+    def recorded(queue, clock):
+        before, rows, busy = len(queue.results), queue.texts.count(None), queue.busy
+        fill(queue, clock)
+        if busy and len(queue.results) > before:
+            free.append(rows)
+
+    monkeypatch.setattr(engine._Queue, "fill", recorded)
+    for refill in (1, 2, 3, 5, 9):
+        begun.clear()
+        free.clear()
+        ended = []
+        results = decoder.serve(
+            REQUESTS * 3, 5, refill=refill, on_end=lambda number, _, ended=ended: ended.append(number)
+        )
+        assert results == at_once and sorted(ended) == [*range(21)], f"refill {refill}"
+        assert begun[0] == [*range(5)] and sum(map(len, begun)) == 21
+        assert bool(free) == (refill < 5) and min(free, default=refill) == refill, f"refill {refill}: free rows {free}"
+        apart = [rows for rows in begun if rows[-1] - rows[0] >= len(rows)]
+        assert apart or refill not in (2, 3)
+
+
+def test_prompts_that_begin_together_have_so_many_tokens(written, monkeypatch):
+    """Padding included: the one that reaches the bound is the last; a longer one begins alone or with one more."""
+    target, truth = written("llama")
+    requests = [Request(prompt, 5, stop_ids=NONE) for prompt in PROMPTS]  # of 11, 1, 4, 23, 3, 4 and 5 tokens
+    monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
+    begun = record_begins(monkeypatch)
+    for bound, expected in (
+        (engine.PREFILL_TOKENS, [[0, 1, 2, 3, 4, 5, 6]]),
+        (30, [[0, 1, 2], [3, 4], [5, 6]]),
+        (22, [[0, 1], [2, 3], [4, 5, 6]]),
+        (1, [[row] for row in range(7)]),
+    ):
+        begun.clear()
+        monkeypatch.setattr(engine, "PREFILL_TOKENS", bound)
+        results = SpeculativeDecoder(target).serve(requests, 7)
+        assert [r.tokens for r in results] == [row[:5] for row in truth] and begun == expected, bound
+
+
+@pytest.mark.parametrize("batch_size, refill", [(1, 1), (15, 1), (16, 2), (40, 3)])
+def test_conversations_begin_together(written, monkeypatch, batch_size, refill):
+    """Each is answered twice, as alone."""
+    target, truth = written("llama")
+    decoder, serve, given = SpeculativeDecoder(target), SpeculativeDecoder.serve, []
+
+    def recorded(self, *arguments, **named):
+        given.append(named["refill"])
+        return serve(self, *arguments, **named)
+
+    monkeypatch.setattr(SpeculativeDecoder, "serve", recorded)
+    monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
+    texts = [[*prompt] for prompt in PROMPTS * 3]
+
+    def on_answer(number, result):
+        texts[number] += result.tokens
+        return len(texts[number]) < len((PROMPTS * 3)[number]) + 8
+
+    def next_request(number):
+        return Request(texts[number][:], 4 + 3 * (number % 2), stop_ids=NONE)
+
+    serve_conversations(decoder, iter(range(21)), next_request, on_answer, batch_size, max_length=40)
+    assert given == [refill]
+    for number, text in enumerate(texts):
+        prompt, count = (PROMPTS * 3)[number], 2 * (4 + 3 * (number % 2))
+        assert text == prompt + (truth * 3)[number][:count], number
 
 
 def test_requests_are_taken_as_rows_get_free(written):
