@@ -85,6 +85,15 @@ def python(script: str, *words: object) -> list[str]:
     return [sys.executable, script, *map(str, words)]
 
 
+def limit_of(given: str) -> tuple[str, float]:
+    """The stage and the seconds of a word STAGE=SECONDS. Raises ValueError: it is none."""
+    stage, _, seconds = given.partition("=")
+    with suppress(ValueError):
+        if stage in STAGES and float(seconds) > 0:
+            return stage, float(seconds)
+    raise ValueError(f"--limit {given}: give STAGE=SECONDS, of a stage that is one of {', '.join(STAGES)}")
+
+
 class Bundle:
     """The stages of one target."""
 
@@ -95,8 +104,7 @@ class Bundle:
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
         self.speed, self.families = args.minutes / 11, args.families
-        given = [each.partition("=") for each in args.limit]
-        self.limits = {stage: float(seconds) for stage, _, seconds in given}
+        self.limits = dict(map(limit_of, args.limit))
 
     def limit(self, stage: str) -> float:
         return self.limits.get(stage, self.size.seconds[stage] * self.speed)
@@ -196,7 +204,10 @@ class Bundle:
                     rows.append({"messages": row["messages"], "finish_reason": row["finish_reason"]})
         asked = {passage for name in SETS for row in read_text(self.prompts / f"{name}.jsonl").splitlines()
                  for turn in json.loads(row)["turns"] for passage in passages(turn).tolist()}  # fmt: skip
-        clean = [row for row in rows if not asked.intersection(*[passages(row["messages"][0]["content"]).tolist()])]
+        clean = [row for row in rows if not any(
+            asked.intersection(passages(message["content"]).tolist())
+            for message in row["messages"] if message["role"] != "assistant"
+        )]  # fmt: skip
         random.Random(0).shuffle(clean)
         held = max(1, min(HELD_OUT, len(clean) // 10))
         self.write("held.jsonl", clean[:held])
@@ -261,7 +272,7 @@ def run_jobs(jobs: list[Job], limit: float, logs: Path) -> dict[str, str]:
     return ended
 
 
-def main() -> None:
+def make_parser() -> CommandLine:
     parser = CommandLine(__doc__)
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, logs and stages.json")
@@ -276,7 +287,11 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="some of the stages")
     parser.add_argument("--at-once", type=int, default=4, help="runs of the curve side by side (default 4)")
     parser.add_argument("--toy", action="store_true", help="the same at toy size, on a CPU")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     if missing := [name for name in SETS if not (args.prompts / f"{name}.jsonl").is_file()]:
         raise FileNotFoundError(
             f"{args.prompts}: no {missing[0]}.jsonl; docs/data.md says where the four sets are from"
