@@ -136,7 +136,9 @@ def fetch_cut(model: _Cut, out: Path) -> None:
         with ProgressBar("MB fetched", math.ceil(model.size / 1e6), make_console(), start=kept // 1_000_000) as bar:
             for number in range(1, model.count + 1):
                 if not (parts / f"{number:02}.bin").exists():
-                    kept += _fetch_part(model, number, parts, lambda here, kept=kept: bar(min(kept + here, model.size) / 1e6))
+                    kept += _fetch_part(
+                        model, number, parts, lambda here, kept=kept: bar(min(kept + here, model.size) / 1e6)
+                    )
                     bar(kept / 1e6, f"part {number} of {model.count}")
         with replacing(file) as unfinished:
             if _join([parts / f"{number:02}.bin" for number in range(1, model.count + 1)], unfinished) != model.sha256:

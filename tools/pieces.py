@@ -45,8 +45,12 @@ def join(folder: Path, out: Path, sha256: str | None = None) -> None:
     described = sorted(folder.glob("*.pieces.json"))
     if len(described) != 1:
         raise FileNotFoundError(f"{folder}: {len(described)} files *.pieces.json; one is needed")
-    facts = json.loads(described[0].read_text(encoding="utf-8"))
-    pieces = [folder / f"{facts['name']}.{number:03d}" for number in range(facts["pieces"])]
+    try:
+        facts = json.loads(described[0].read_text(encoding="utf-8"))
+        name, count, wanted = facts["name"], range(facts["pieces"]), sha256 or facts["sha256"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{described[0]}: not what cut wrote; copy it again, or cut the file again") from None
+    pieces = [folder / f"{name}.{number:03d}" for number in count]
     if missing := [piece.name for piece in pieces if not piece.is_file()]:
         raise ValueError(f"{folder}: {len(missing)} of {len(pieces)} pieces are missing: {', '.join(missing[:4])}")
     digest = hashlib.sha256()
@@ -58,7 +62,7 @@ def join(folder: Path, out: Path, sha256: str | None = None) -> None:
                     while block := source.read(BLOCK):
                         digest.update(block)
                         target.write(block)
-        if digest.hexdigest() != (sha256 or facts["sha256"]):
+        if digest.hexdigest() != wanted:
             raise ValueError(f"{out}: what was joined is another file (SHA-256 {digest.hexdigest()}); it was not kept")
 
 

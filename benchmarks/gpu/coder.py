@@ -90,6 +90,15 @@ def python(module: str, *words: object) -> list[str]:
     return [sys.executable, "-m", module, *map(str, words)]
 
 
+def limit_of(given: str) -> tuple[str, float]:
+    """The stage and the seconds of a word STAGE=SECONDS. Raises ValueError: it is none."""
+    stage, _, seconds = given.partition("=")
+    with suppress(ValueError):
+        if stage in STAGES and float(seconds) > 0:
+            return stage, float(seconds)
+    raise ValueError(f"--limit {given}: give STAGE=SECONDS, of a stage that is one of {', '.join(STAGES)}")
+
+
 class Bundle:
     """The stages of one target."""
 
@@ -103,8 +112,7 @@ class Bundle:
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
         self.speed, self.families = args.minutes / 11, args.families
-        given = [each.partition("=") for each in args.limit]
-        self.limits = {stage: float(seconds) for stage, _, seconds in given}
+        self.limits = dict(map(limit_of, args.limit))
 
     def toy_prompts(self) -> Path:
         (self.out / "prompts").mkdir(parents=True, exist_ok=True)
@@ -230,7 +238,10 @@ class Bundle:
                     rows.append({"messages": row["messages"], "finish_reason": row["finish_reason"]})
         asked = {passage for name in SETS for row in read_text(self.prompts / f"{name}.jsonl").splitlines()
                  for turn in json.loads(row)["turns"] for passage in passages(turn).tolist()}  # fmt: skip
-        clean = [row for row in rows if not asked.intersection(*[passages(row["messages"][0]["content"]).tolist()])]
+        clean = [row for row in rows if not any(
+            asked.intersection(passages(message["content"]).tolist())
+            for message in row["messages"] if message["role"] != "assistant"
+        )]  # fmt: skip
         random.Random(0).shuffle(clean)
         held = max(1, min(HELD_OUT, len(clean) // 10))
         self.write("held.jsonl", clean[:held])

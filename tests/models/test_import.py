@@ -420,14 +420,16 @@ def tiny():
         ("sglang", {"size": None, "norm_output": True}),
         ("sglang", {"captured_layers": (1, 4, 7)}),
         ("vllm", {"norm_before_fc": True}),
+        *itertools.product(("sglang", "vllm", "speculators"), ({"intermediate_size": 72},)),
         ("sglang", {"version": 1, "projection": "shared", "size": None}),
         ("vllm", {"version": 1, "projection": "shared", "size": None, "fc_bias": False}),
         *itertools.product(("medusa", "vllm"), ("own", "shared")),
     ],
 )
 def test_export_and_import_are_inverse(tiny, tmp_path, run_main, to, options):
-    """Config and weights, bit for bit; what was exported is recognised where a drafter of ours is needed. Medusa heads
-    that use the target's LM head are written with copies of it, and recognised by them."""
+    """Config and weights, bit for bit, also of an MLP that is not as wide as the target's; what was exported is
+    recognised where a drafter of ours is needed. Medusa heads that use the target's LM head are written with copies of
+    it, and recognised by them."""
     if isinstance(options, str):
         write_heads(tmp_path / "mine", tiny, options)
     else:

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -334,6 +336,45 @@ def test_conversations_that_the_target_begins(run, tiny_lm, tmp_path):
     assert "to answer" not in run.out
     assert lines_of(folder) == before and counts_of(folder)["failed"] == failed
     assert Shards(folder).first_turns == [c["messages"][0]["content"] for c in begun]
+
+
+def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_path, monkeypatch):
+    """The user's turns are those that a search for its text ends; another closing is searched for."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_lm, tmp_path / "chat-lm")
+    stops = load_target(str(tiny_lm)).tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
+    (tmp_path / "chat-lm/generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    asked, searched, serve = [], [], backends.serve_conversations
+
+    def noted(decoder, conversations, next_request, *arguments, **named):
+        def request(conversation):
+            made = next_request(conversation)
+            if made is None:
+                return None
+            asked.append((conversation.speaker == "user", *made.stop_strings))
+            return replace(made, stop_strings=searched) if searched else made
+
+        serve(decoder, conversations, request, *arguments, **named)
+
+    monkeypatch.setattr(backends, "serve_conversations", noted)
+    decoding = f"decoding={{mode: sample, temperature: 2.0, user_tokens: 96, max_new_tokens: {NEW}}}"
+    options = [decoding, "self_talk=1", "data.seeds.0.source=seeds.jsonl", "target.name=chat-lm"]
+    found = lines_of(run("by-id", *options))
+    assert {*asked} == {(True,), (False,)}
+    turns = {seed.id: seed.turns for seed in read_seeds([Source(source="seeds.jsonl")])[0]}
+    said = [
+        sum(m["role"] == "user" for m in json.loads(line)["messages"]) - turns[seed] for seed, line in found.items()
+    ]
+    occurs(set(said) == {0, 1}, "turns of the user that end, and some that are cut")
+    searched.append("<|end|>")
+    assert lines_of(run("by-text", *options)) == found
+    searched.clear()
+    asked.clear()
+    run("by-text-2", *options[:-1])
+    assert {*asked} == {(True, "<|end|>"), (False,)}, "not a stop id of this one"
+    asked.clear()
+    run("by-def", *options, f"data.template={tmp_path}/turns.jinja")
+    assert {*asked} == {(True, "def"), (False,)}
 
 
 def test_a_drafter_changes_nothing(run, tiny_lm, tmp_path, monkeypatch):

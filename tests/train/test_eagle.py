@@ -270,6 +270,28 @@ def test_begin_with_another_drafter(train):
         assert said.startswith(f"error: init_from={first}: {message}")
 
 
+def test_its_mlp_has_a_width_of_its_own(train, tiny_lm):
+    """Of the target 48. Left out, that of `init_from`; another one is refused."""
+    first = train("narrow", *FURTHER, "drafter.intermediate_size=20")
+    other = [*FURTHER, f"init_from={first}", "stages.0.optim.lr=1e-9", "data.train.0.answers.prompts=3"]
+    second = train("narrow-2", *other)
+    for folder in (first, second):
+        config, weights = (json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
+        shapes = {name.split(".")[-2]: [*weight.shape] for name, weight in weights.items() if ".mlp." in name}
+        assert shapes == {"gate_proj": [20, 32], "up_proj": [20, 32], "down_proj": [32, 20]}
+        assert config["intermediate_size"] == 20
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, second))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
+    said = train.refused("z", *other, "drafter.intermediate_size=48")
+    message = "its intermediate_size is 20, the recipe's 48; set drafter.intermediate_size"
+    assert said == f"error: init_from={first}: {message}\n"
+    target = {"name": str(tiny_lm), "dtype": "float32"}
+    content = yaml.safe_load(train.recipe.read_text()) | {"init_from": str(first), "target": target}
+    (plan,) = eagle.plans(eagle.EagleRecipe.model_validate(content))
+    assert plan.trained == sum(weight.numel() for weight in one.values())
+
+
 def test_begin_with_an_imported_drafter(recipe, train, tiny_lm):
     """What no recipe says is the drafter's: sizes, rotary positions, biases, embeddings, the residual; also resumed."""
     folder, target = recipe.parent / "imported", load_target(str(tiny_lm))
@@ -312,6 +334,7 @@ def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
         (["drafter={version: 1, projection: own}"], "version 1 reads the last hidden state, has the target's LM head"),
         (["drafter={version: 1, unroll: 3}"], "version 1 reads the last hidden state, has the target's LM head"),
         (["drafter={version: 1, norm_output: true}"], "norm_before_fc, fc_norm and norm_output are for version 3"),
+        (["drafter.intermediate_size=0"], "'drafter.intermediate_size': "),
         (["drafter.fc_norm=true", "drafter.norm_before_fc=true"], "are alternatives; set one of them"),
         (["drafter.captured_layers=[1, 1]"], "captured_layers: [1, 1] have to be different layers"),
         (["drafter.captured_layers=[0, 2]"], "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
@@ -326,12 +349,15 @@ def test_wrong_recipes_are_one_line(train, overrides, message):
 
 def test_plans_count_what_trains(recipe, tiny_lm, make_target):
     content = yaml.safe_load(recipe.read_text())
-    for drafter in ({"version": 3, "draft_vocab_size": 40}, {"version": 1}):
+    narrow = {"version": 3, "intermediate_size": 20}
+    for drafter in ({"version": 3, "draft_vocab_size": 40}, {"version": 1}, narrow, narrow | {"version": 1}):
         read = eagle.EagleRecipe.model_validate(
             content | {"drafter": drafter, "target": {"name": str(tiny_lm), "dtype": "float32"}}
         )
         (plan,) = eagle.plans(read)
         d = read.drafter
-        made = Eagle.for_target(make_target("llama", vocab_size=300), d.version, d.projection, d.draft_vocab_size)
+        shape = (d.version, d.projection, d.draft_vocab_size, (), drafter.get("intermediate_size"))
+        made = Eagle.for_target(make_target("llama", vocab_size=300), *shape)
+        assert made.config.intermediate_size == drafter.get("intermediate_size", 48)
         assert plan.trained == sum(p.numel() for p in made.parameters())
         assert (plan.unrolled, plan.projected) == ((7, 0) if d.version == 3 else (1, 300 * 32))
