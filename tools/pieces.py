@@ -68,22 +68,18 @@ def join(folder: Path, out: Path, sha256: str | None = None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    cutting = commands.add_parser("cut", help="a file into pieces")
-    cutting.add_argument("file", type=Path)
-    cutting.add_argument("--mb", type=float, default=62, help="of a piece, at most, in 10^6 bytes (default 62)")
-    joining = commands.add_parser("join", help="pieces into the file")
-    joining.add_argument("folder", type=Path)
-    joining.add_argument("--sha256", help="of the file; what cut wrote if left out")
-    cutting.add_argument("--out", type=Path, required=True, help="folder of the pieces")
-    joining.add_argument("--out", type=Path, required=True, help="the file")
+    parser.add_argument("command", choices=("cut", "join"), help="cut: a file into pieces; join: pieces into the file")
+    parser.add_argument("path", type=Path, help="the file to cut, or the folder of the pieces")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pieces, or the file")
+    parser.add_argument("--mb", type=float, default=62, help="cut: of a piece, at most, in 10^6 bytes (default 62)")
+    parser.add_argument("--sha256", help="join: of the file; what cut wrote if left out")
     args = parser.parse_args()
     try:
         if args.command == "cut":
-            pieces = cut(args.file, args.out, int(args.mb * 1e6))
-            print(f"{args.out}: {len(pieces)} pieces of {args.file}")
+            pieces = cut(args.path, args.out, int(args.mb * 1e6))
+            print(f"{args.out}: {len(pieces)} pieces of {args.path}")
         else:
-            join(args.folder, args.out, args.sha256)
+            join(args.path, args.out, args.sha256)
             print(f"{args.out}: joined")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

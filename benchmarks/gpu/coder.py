@@ -308,7 +308,7 @@ def run_jobs(jobs: list[Job], limit: float, logs: Path) -> dict[str, str]:
 
 def parser() -> CommandLine:
     parser = CommandLine(__doc__)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("size", choices=SIZES, help="of the target")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, logs and stages.json")
     parser.add_argument("--prompts", type=Path, help="folder of the four evaluation sets")
     parser.add_argument("--model", help="the target's folder or Hub id; models/qwen2.5-coder-SIZE if left out")
