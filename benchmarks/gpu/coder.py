@@ -121,7 +121,7 @@ class Bundle:
         return self.out / "prompts"
 
     def limit(self, stage: str) -> float:
-        return self.limits.get(stage, self.size.seconds[stage] * self.speed)
+        return self.limits[stage] if stage in self.limits else self.size.seconds[stage] * self.speed
 
     # ---- the commands
 
