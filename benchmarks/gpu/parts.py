@@ -174,7 +174,8 @@ def coder(size: str, goal: str, toy: str = "--toy") -> Part:
 PARTS = (
     coder("1.5b", "drafters for Qwen2.5-Coder-1.5B: EAGLE-3 τ ≥ 2.8 and ≥ 2.0 × on HumanEval, Medusa ≥ 1.7 ×, no text "
           "differs", "--toy --families eagle3 --stages convert answers train calibrate decode pack"),
-    coder("0.5b", "drafters for Qwen2.5-Coder-0.5B: EAGLE-3 ≥ 1.9 × on HumanEval, no text differs; τ by tokens"),
+    coder("0.5b", "drafters for Qwen2.5-Coder-0.5B: EAGLE-3 ≥ 1.9 × on HumanEval, no text differs; τ by tokens",
+          "--toy --share 0.0001"),
     Part(
         "products", "products of few rows with the matrices of two models: share of the bandwidth, gain over "
         "PyTorch's: no goal; the forms found are used from then on", 120,
