@@ -105,10 +105,8 @@ class Bundle:
     def __init__(self, size: Size, name: str, args: Any) -> None:
         self.size, self.name, self.out, self.toy = size, name, args.out.resolve(), args.toy
         self.model = str(args.model or f"models/qwen2.5-coder-{name}")
-        self.prompts, self.given = (
-            (args.prompts or self.toy_prompts()).resolve(),
-            [path.resolve() for path in args.answers],
-        )
+        self.prompts = (args.prompts or self.toy_prompts()).resolve()
+        self.given = [path.resolve() for path in args.answers]
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
         self.speed, self.families = args.minutes / 11, args.families
