@@ -8,7 +8,8 @@ one of them are left out of training. Stages, one after the other, each with a l
 interrupted and the next one uses what is there:
 
     convert    the target's GGUF file to safetensors
-    answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl
+    answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl;
+               --questions: what it answers in place of the recipe's seeds
     train      EAGLE-3 and Medusa-1, side by side: folders eagle3 and medusa
     calibrate  a tree for each
     decode     plain decoding, both drafters, n-grams and merges, on all four sets: report/
@@ -70,7 +71,7 @@ SIZES = {
     "0.5b": Size(24_000, 896, {"convert": 60, "answers": 110, "train": 140, "calibrate": 60, "decode": 80,
                                "same-bits": 40, "curve": 150, "pack": 20},
                  seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
-    "1.5b": Size(18_000, 4480, {"convert": 60, "answers": 130, "train": 190, "calibrate": 70, "decode": 110,
+    "1.5b": Size(18_000, 3584, {"convert": 60, "answers": 130, "train": 190, "calibrate": 70, "decode": 110,
                                 "same-bits": 60, "curve": 1, "pack": 40}, epochs=(3, 1)),
 }  # fmt: skip
 
@@ -107,6 +108,7 @@ class Bundle:
         self.model = str(args.model or f"models/qwen2.5-coder-{name}")
         self.prompts = (args.prompts or self.toy_prompts()).resolve()
         self.given = [path.resolve() for path in args.answers]
+        self.questions = args.questions and args.questions.resolve()
         self.shares = size.shares if args.share is None else tuple(args.share)
         self.batch = args.batch_size
         self.speed, self.families = args.minutes / 11, args.families
@@ -130,7 +132,9 @@ class Bundle:
 
     def answers(self) -> list[Job]:
         fields = [f"engine.batch_size={self.batch}", f"data.written={self.size.written}"]
-        if not self.size.seeds:  # --answers has those to the seeds
+        if self.questions:
+            fields = [fields[0], f"data.seeds=[{{source: {self.questions}}}]", "data.written=0"]
+        elif not self.size.seeds:  # --answers has those to the seeds
             fields += ["data.seeds=[]", "run.seed=1"]
         if self.toy:
             fields = ["data.seeds=[{source: data/coder-seeds.jsonl, limit: 12}]", "data.written=0", *TOY_TARGET,
@@ -218,7 +222,8 @@ class Bundle:
         return Job(name, words, self.out / name / "report.json", environment)
 
     def decode(self) -> list[Job]:
-        return [self.decoding("report", 1 if self.toy else PER_SET, {}, *CHECKED, "1" if self.toy else "60")]
+        timed = 1 if self.toy else 0.4 * self.limit("decode")  # besides it loads, captures graphs and decodes the rest
+        return [self.decoding("report", 1 if self.toy else PER_SET, {}, *CHECKED, f"{timed:g}")]
 
     def same_bits(self) -> list[Job]:
         options = (*CHECKED, "1")
@@ -311,6 +316,9 @@ def parser() -> CommandLine:
     parser.add_argument("--prompts", type=Path, help="folder of the four evaluation sets")
     parser.add_argument("--model", help="the target's folder or Hub id; models/qwen2.5-coder-SIZE if left out")
     parser.add_argument("--answers", type=Path, nargs="*", default=[], help="further conversations, as JSON lines")
+    parser.add_argument(
+        "--questions", type=Path, help="JSON lines of {messages}, answered in place of the recipe's seeds"
+    )
     parser.add_argument("--share", type=float, nargs="*", help="millions of answer tokens of each point of the curve")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="what is trained")
     parser.add_argument("--limit", nargs="*", default=[], metavar="STAGE=SECONDS", help="in place of the stage's own")
