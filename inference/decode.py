@@ -321,6 +321,10 @@ def main() -> None:
         return
 
     kinds = [prompt.kind for prompt in given]
+
+    def whole(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
+
     reports, outputs = evaluate(
         target,
         dict(zip(args.drafters, drafters, strict=True)),
@@ -339,8 +343,9 @@ def main() -> None:
         max_draft_nodes=args.max_draft_nodes,
         one_by_one=bool(args.answers),  # which have times
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
+        keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
     )
-    reports = [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
+    reports = whole(reports)
     shown = max(args.show, 1) if args.prompt is not None else args.show
     reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources)
     reporting.print_table(reports, console)

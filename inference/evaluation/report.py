@@ -346,13 +346,18 @@ def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> li
     return [*own, folder] if number == 0 else own
 
 
-def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Write report.json and report.png of each drafter, all figures before the first picture."""
+def write_figures(reports: Sequence[dict[str, Any]], folder: Path) -> list[tuple[dict[str, Any], Path]]:
+    """Write report.json of each drafter; returns each report and its folder."""
     places = [(report, each) for n, report in enumerate(reports) for each in _folders(reports, n, folder)]
     for report, place in places:
         place.mkdir(parents=True, exist_ok=True)
         write_json(place / "report.json", report)
-    for report, place in places:
+    return places
+
+
+def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
+    """Write report.json and report.png of each drafter, all figures before the first picture."""
+    for report, place in write_figures(reports, folder):
         plot(report, place / "report.png")
         console.print(f"wrote {place / 'report.json'} and report.png", markup=False, soft_wrap=True)
 

@@ -339,6 +339,7 @@ def evaluate(
     max_draft_nodes: int | None = None,
     one_by_one: bool = False,
     command: str = "",
+    keep: Callable[[list[dict[str, Any]]], object] | None = None,
 ) -> tuple[list[dict[str, Any]], list[list[Generation]]]:
     """Decode all prompts with each drafter and the baselines, in turn, and report how fast and how exact each is.
 
@@ -358,6 +359,8 @@ def evaluate(
         one_by_one: decode prompts that were not timed ``batch_size`` at a time as well: times in the results are then
             those of this batch size.
         command: for the reports.
+        keep: called with the reports, ``lossless`` not yet in them, before texts are compared, which can take longer
+            than all the rest.
 
     All others are those of :class:`~draftsmith.inference.engine.engine.SpeculativeDecoder` and its ``generate``.
 
@@ -480,17 +483,6 @@ def evaluate(
     for name, decoder, execution in zip(names, decoders, executions, strict=True):
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
-        lossless = None
-        if check_lossless:
-            console.print(f"checking {name} against plain decoding …", markup=False)
-            with ProgressBar("checking", len(prompts), console, transient=True) as advance:
-                if by_distribution:
-                    lossless = check_distribution(decoder, prompts, sampling, on_prompt=advance)
-                else:
-                    plain_texts = [reference[n].tokens for n in range(len(prompts))]
-                    ours = [result.tokens for result in results]
-                    seeded = with_own_seeds(sampling, prompts) if mode == "sample" else None
-                    lossless = check_texts(target, prompts, ours, plain_texts, advance, bitwise[name], seeded)
         bases = {base: timed[base] for base in compared}
         nodes = decoder.drafter.num_nodes
         figures = _figures([results[n] for n in counted[name]], decoder.drafter, timed[name], bases)
@@ -527,12 +519,26 @@ def evaluate(
                 },
                 **paired_fields(prompts, kinds, results, timed[name], bases, counted[name]),
                 "peak_memory_bytes": peak,
-                "lossless": lossless.to_dict() | {"passed": lossless.passed} if lossless else None,
+                "lossless": None,
                 "versions": versions(),
                 "date": now(),
                 "command": command,
             }
         )
+    if check_lossless:
+        if keep:
+            keep(reports)
+        for name, decoder, results, report in zip(names, decoders, outputs, reports, strict=True):
+            console.print(f"checking {name} against plain decoding …", markup=False)
+            with ProgressBar("checking", len(prompts), console, transient=True) as advance:
+                if by_distribution:
+                    lossless = check_distribution(decoder, prompts, sampling, on_prompt=advance)
+                else:
+                    plain_texts = [reference[n].tokens for n in range(len(prompts))]
+                    ours = [result.tokens for result in results]
+                    seeded = with_own_seeds(sampling, prompts) if mode == "sample" else None
+                    lossless = check_texts(target, prompts, ours, plain_texts, advance, bitwise[name], seeded)
+            report["lossless"] = lossless.to_dict() | {"passed": lossless.passed}
     return reports, outputs
 
 

@@ -219,6 +219,16 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches)
     assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
 
 
+def test_figures_outlive_an_interrupted_check(run_decode, drafter, nine, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(timing, "check_texts", interrupted)
+    run_decode(f"{drafter} ngram --prompts {nine} {CHECKED} --report {tmp_path}")
+    for report in reports_of(tmp_path, ("heads", "ngram")):
+        assert report["timed_prompts"] == 6 and report["speedup"] > 0 and report["lossless"] is None
+
+
 def test_times_of_answers_are_those_of_the_batch_size(run_decode, drafter, nine, batches, tmp_path):
     """Also of the prompts that were not timed."""
     code, _, err = run_decode(f"{drafter} --prompts {nine} {CHECKED} --answers {tmp_path / 'answers.jsonl'}")
