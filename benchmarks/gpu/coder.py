@@ -44,7 +44,7 @@ from draftsmith.data.passages import passages
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("convert", "answers", "train", "calibrate", "decode", "same-bits", "curve", "pack")
 SETS = ("humaneval", "mbpp", "gsm8k", "mt-bench")
-PER_SET = 16  # prompts of each set that are decoded
+PER_SET = 8  # prompts of each set that are decoded
 GRACE = 20  # seconds between an interrupt and a kill
 AROUND = 35  # seconds of a training run for loading, the last evaluation and writing, and for what those take longer
 HELD_OUT = 256  # conversations, or a tenth
@@ -68,11 +68,11 @@ class Size:
 
 
 SIZES = {
-    "0.5b": Size(24_000, 896, {"convert": 60, "answers": 110, "train": 140, "calibrate": 60, "decode": 80,
-                               "same-bits": 40, "curve": 150, "pack": 20},
+    "0.5b": Size(24_000, 896, {"convert": 40, "answers": 90, "train": 130, "calibrate": 110, "decode": 130,
+                               "same-bits": 40, "curve": 110, "pack": 20},
                  seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
-    "1.5b": Size(18_000, 3584, {"convert": 60, "answers": 130, "train": 190, "calibrate": 70, "decode": 110,
-                                "same-bits": 60, "curve": 1, "pack": 40}, epochs=(3, 1)),
+    "1.5b": Size(18_000, 3584, {"convert": 45, "answers": 90, "train": 210, "calibrate": 115, "decode": 150,
+                                "same-bits": 45, "curve": 1, "pack": 30}, epochs=(3, 1)),
 }  # fmt: skip
 
 
