@@ -697,7 +697,8 @@ def main() -> None:
         "chain_mean_accepted_length": round(chain_tau, 4),
         **(drafter.facts or head_facts)(ranks),
         "sizes": [
-            {"nodes": c.nodes, "tau": round(c.tau, 4), "seconds_per_step": c.seconds, "speedup": round(c.speedup, 4)}
+            {"nodes": c.nodes, "depth": c.depth, "tau": round(c.tau, 4), "seconds_per_step": c.seconds}
+            | {"speedup": round(c.speedup, 4)}
             for c in found.choices
         ],
         "chosen_by": found.by,

@@ -85,6 +85,16 @@ def named(name: str, fingerprint: str, model_type: str, served: str | None = Non
     return Named(PLACEHOLDER, PLACEHOLDER, None, licence, about)
 
 
+def served_name(name: str, fingerprint: str, served: str | None = None) -> str:
+    """What files that leave this machine call a target: a Hub id where one is known, else a folder by its whole path; a
+    server looks a relative one up in its own working directory, and then at the Hub.
+    Arguments as those of :func:`named`."""
+    if served is None and fingerprint in _FETCHED:
+        return _FETCHED[fingerprint][0]
+    folder = local_folder(served or name)
+    return str(folder.resolve()) if folder else served or name
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name can only be a Hub id: USER/NAME, and nothing on this machine."""
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name)) and not _is_path(name)

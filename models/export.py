@@ -27,7 +27,7 @@ from draftsmith.common.files import check_own
 from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf")
-TOKENS = 3  # of a draft in speculators' config and in the card's commands
+TOKENS = 3  # of a draft in speculators' config and in the card's commands, where calibration found no best chain
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
 
@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         "--speculative-tokens",
         type=int,
         metavar="N",
-        help="length of an EAGLE drafter's drafts, in speculators' config and in the card's commands (default 3)",
+        help="length of an EAGLE drafter's drafts, in speculators' config and in the card's commands (default: that of "
+        f"the fastest chain that calibration found, else {TOKENS})",
     )
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder")
     parser.add_argument("--private", action="store_true", help="as a private repository, if it is created")
@@ -79,6 +80,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
     if args.served_target == "":
         raise ValueError("--served-target: the name is empty; leave it out for the target's own")
+    if args.to in ("speculators", "medusa") and (args.served_target or "").startswith("."):
+        raise ValueError(
+            f"--served-target {args.served_target}: config.json would name another folder wherever it is read from; "
+            "give a Hub id or the whole path"
+        )
     if args.private and args.push_to_hub is None:
         raise ValueError("--private is for --push-to-hub; leave it out")
     if args.push_to_hub is not None:
@@ -107,7 +113,7 @@ from transformers import AutoConfig
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import TEMPLATE, check_target, provenance, push, read_drafter
-from draftsmith.models.card import measured, named, with_measured
+from draftsmith.models.card import is_hub_id, measured, named, served_name, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.formats import PUBLISHED_MEDUSA, WEIGHTS, NoPlace, Source, check_form, written
@@ -141,9 +147,28 @@ def _with_list(
     return {**config, "draft_vocab_size": len(ids)}, {**weights, **rows, "draft_vocab": ids}
 
 
-def open_source(name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False) -> Source:
+def check_tokens(drafter: Eagle | MedusaHeads, tokens: int) -> None:
+    """Raises ValueError: drafts have another length than ``tokens``."""
+    if isinstance(drafter, MedusaHeads):
+        raise ValueError(f"--speculative-tokens {tokens}: Medusa heads draft one token each; leave it out")
+    if tokens >= (positions := drafter.config.max_position_embeddings):
+        raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
+
+
+def fastest_chain(folder: Path) -> int:
+    """Tokens of the fastest chain that the calibration of a drafter's folder timed or estimated; :data:`TOKENS` if its
+    tree does not say."""
+    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
+    sizes = tree.get("calibration", {}).get("sizes") or []
+    chains = [size for size in sizes if size.get("depth") == size["nodes"] - 1]
+    return max(chains, key=lambda size: size["speedup"])["depth"] if chains else TOKENS
+
+
+def open_source(
+    name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False, tokens: int | None = None
+) -> Source:
     """Read a drafter, and of its target what the format needs.
-    ``target_name``: folder or Hub id; what the drafter's config says if left out.
+    ``target_name``: folder or Hub id; what the drafter's config says if left out. ``tokens``: of a draft, if asked for.
     Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, or they do not belong together.
     NoPlace, a ValueError: the format has no place for such a drafter."""
     folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
@@ -157,6 +182,8 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
             instead = f"each SSM is already a causal LM, which servers take as a draft model: {folder / part}"
         raise ValueError(f"{folder}: a drafter of type {kind} is not exported to {to}: {instead}")
     drafter = (Eagle if kind == "eagle" else MedusaHeads).from_artifact(config, weights, str(folder))
+    if tokens is not None:
+        check_tokens(drafter, tokens)
     c, trained_for = drafter.config, str(config["target"]["name_or_path"])
     merged = config["target"].get("merged_fingerprint")  # that of --target, if there is an adapter
     fingerprint = str((target_name and merged) or config["target"].get("fingerprint") or "")
@@ -219,7 +246,8 @@ def export(
     Returns the largest difference of logits, in float32.
     Raises ValueError: what was written is not what the format needs, or its logits differ. OSError: the disk is full,
     or it cannot be written."""
-    tensors, config, contract = written(source, to, served_target or source.target_name, speculative_tokens)
+    served = served_name(source.target_name, source.fingerprint, served_target)
+    tensors, config, contract = written(source, to, served, speculative_tokens)
     with replacing_folder(out) as temporary:
         save_tensors(tensors, temporary / contract.file)
         write_json(temporary / "config.json", config)
@@ -244,8 +272,9 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
         options = json.dumps({"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": count})
         if to == "vllm":
             return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
-        files = f"# {count} heads, files as FasterDecoding/Medusa has"
-        return "programs that read the published layout", "medusa", files
+        files = f"# {count} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
+        files += f'python inference/decode.py DRAFTER --target {target} --prompt "What is a prime number?"'
+        return "programs that read the published layout from safetensors", "medusa", files
     version = source.drafter.config.version
     method = "eagle3" if version == 3 else "eagle"
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
@@ -279,6 +308,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
         commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
     if version == 1:
         return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
+    if source.drafter.config.norm_before_residual:
+        return "vLLM", method, f"{vllm}\n# not SGLang, which leaves out norm_before_residual and so drafts otherwise"
     return "vLLM and SGLang", method, vllm + commands
 
 
@@ -286,7 +317,8 @@ def _card(source: Source, name: str, to: str, served_target: str | None, tokens:
     """The model card, with the commands that serve the drafter."""
     trained = source.folder / "provenance.json"
     whose = named(source.target_name, source.fingerprint, source.target_config.model_type, served_target)
-    licence = json_object(trained).get("licence") if trained.exists() else None
+    facts = json_object(trained) if trained.exists() else {}
+    licence = facts.get("licence")
     server, method, commands = _commands(source, to, whose.argument, tokens)
     template = ""
     if (source.folder / TEMPLATE).exists():
@@ -295,13 +327,31 @@ def _card(source: Source, name: str, to: str, served_target: str | None, tokens:
 It was trained with the chat template of `{TEMPLATE}`, which is not the target's own: serve it with
 `--chat-template {TEMPLATE}`."""
     what, limit = f"{source.heads.config.num_draft_heads if method == 'medusa' else ''} Medusa heads", ""
+    before = "By draftsmith, before the export, with trees where a row says so"
+    where = f"{before}; vLLM verifies chains, SGLang chains or trees."
     if isinstance(source.drafter, Eagle):
         what = f"an EAGLE-{source.drafter.config.version} drafter"
         limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
+    if to == "openvino":
+        where = f"{before}. In OpenVINO keep to chains."
+    elif method == "medusa":
+        where = (
+            "By draftsmith, before the export, with trees where a row says so; vLLM verifies one draft of each head."
+        )
+    made, origin = "Trained and exported by draftsmith", facts.get("imported_from")
+    if origin:
+        made = f"Imported by draftsmith from `{origin}`, which was published elsewhere, and exported again"
+    served = served_name(source.target_name, source.fingerprint, served_target)
+    if to in ("speculators", "medusa") and Path(served).is_absolute():
+        field = "speculators_config.verifier.name_or_path" if to == "speculators" else "base_model_name_or_path"
+        template += f"""
+
+`{field}` in `config.json` is a folder of the machine that exported this: elsewhere put there what the
+server loads {whose.argument} by."""
     return f"""{whose.front_matter(licence, method)}
 # {name}: {what.strip()} for {whose.name}, for {server}
 
-Trained and exported by draftsmith, for `{whose.name}` alone{limit}.{whose.about}
+{made}, for `{whose.name}` alone{limit}.{whose.about}
 With this folder's path or Hub id in place of DRAFTER:
 
 ```bash
@@ -314,8 +364,7 @@ Logits computed from these files were compared with the drafter's own; `provenan
 
 ## Measured
 
-By draftsmith, before the export, with trees where a row says so; vLLM verifies chains, SGLang chains or trees. In
-OpenVINO keep to chains.
+{where}
 
 {measured(source.folder)}
 
@@ -346,14 +395,8 @@ def main() -> None:
     check(args)
     if args.to == "hf":
         return publish(args.drafter, args.push_to_hub, args.private)
-    tokens = TOKENS if args.speculative_tokens is None else args.speculative_tokens
-    source = open_source(args.drafter, args.to, args.target, args.trust_remote_code)
-    if isinstance(source.drafter, Eagle):
-        positions = source.drafter.config.max_position_embeddings
-        if tokens >= positions:
-            raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
-    elif args.speculative_tokens is not None:
-        raise ValueError(f"--speculative-tokens {tokens}: Medusa heads draft one token each; leave it out")
+    source = open_source(args.drafter, args.to, args.target, args.trust_remote_code, tokens=args.speculative_tokens)
+    tokens = args.speculative_tokens or fastest_chain(source.folder)
     check_folder("--out", args.out)
     facts = {
         "drafter": Path(args.drafter).resolve().name,
@@ -367,6 +410,12 @@ def main() -> None:
         raise ValueError(f"{args.drafter} --to {args.to}: {error}") from None
     size = sum(file.stat().st_size for file in args.out.glob("*.safetensors")) / 1e6
     print(f"{args.out}: {size:,.1f} MB for {args.to}; its logits, read back, differ by {apart:.1e} at most")
+    if args.to in ("speculators", "medusa"):
+        served = served_name(source.target_name, source.fingerprint, args.served_target)
+        if not is_hub_id(served):
+            print(
+                f"its config.json names the target by {served}, a folder of this machine; for others: --served-target"
+            )
     drafter = source.drafter
     everything = drafter.config.version == 1 if isinstance(drafter, Eagle) else True
     if everything and drafter.draft_vocab is not None:

@@ -240,6 +240,11 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
         raise NoPlace(f"it captures layers {captured} of the target; servers take them in ascending order")
     if to in ("speculators", "openvino") and len(captured) != 3:
         raise NoPlace(f"it captures layers {captured} of the target; {to} holds three; use --to vllm")
+    if to == "sglang" and c.norm_before_residual:
+        raise NoPlace(
+            "it has norm_before_residual, which SGLang leaves out without a word, and then drafts with another model: "
+            "use --to vllm"
+        )
     dropped = [name for name in (*NORMS, "norm_before_residual") if getattr(c, name)]
     if to == "openvino" and dropped:
         raise NoPlace(

@@ -71,7 +71,7 @@ def write_imported(
     facts = provenance(
         imported_from=name if is_hub_id(name) else folder.resolve().name,
         revision=revision,
-        licence=stated_licence(name) or "other",
+        licence=stated_licence(name),
         notes="; ".join(imported.notes),
         command=command,
     )

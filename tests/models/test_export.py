@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from draftsmith.models import export
+from draftsmith.models import card, export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.exported import difference
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
@@ -105,7 +105,7 @@ def test_the_folder_of_speculators(exported):
     assert config["architectures"] == ["Eagle3Speculator"] and config["speculators_model_type"] == "eagle3"
     assert config["norm_before_residual"] is False and config["eagle_aux_hidden_state_layer_ids"] == [2, 6, 9]
     assert config["transformer_layer_config"]["model_type"] == "llama" and "model_type" not in config
-    verifier = {"name_or_path": TARGET, "architectures": ["LlamaForCausalLM"]}
+    verifier = {"name_or_path": str(Path(TARGET).resolve()), "architectures": ["LlamaForCausalLM"]}
     assert config["speculators_config"]["verifier"] == verifier
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
 
@@ -381,6 +381,78 @@ def test_the_served_target_of_heads(heads, tmp_path, run_main, refused):
     assert "Medusa heads draft one token each" in refused(export.main, *words, "--speculative-tokens", 2)
 
 
+@pytest.mark.parametrize("to", ["speculators", "medusa"])
+@pytest.mark.parametrize("served", [None, "org/target", "relative/folder", "../elsewhere"])
+def test_the_target_resolves_wherever_the_folder_is_read(
+    drafter, heads, tmp_path, run_main, refused, monkeypatch, to, served
+):
+    """By a Hub id or a whole path, never by a relative one, which servers look up elsewhere."""
+    folder = drafter("own") if to == "speculators" else heads("own")
+    target, out = str(Path(TARGET).resolve()), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "relative/folder").mkdir(parents=True)
+    words = [folder, "--to", to, "--out", out, "--target", target, *(["--served-target", served] if served else [])]
+    if served == "../elsewhere":
+        assert "give a Hub id or the whole path" in refused(export.main, *words)
+        return
+    code, printed, _ = run_main(export.main, *words)
+    config, card = config_of(out), (out / "README.md").read_text()
+    of_speculators = to == "speculators" and config["speculators_config"]["verifier"]["name_or_path"]
+    named = of_speculators or config["base_model_name_or_path"]
+    wanted = {None: target, "org/target": "org/target", "relative/folder": str(tmp_path / "relative/folder")}[served]
+    assert code == 0 and named == wanted
+    local = served != "org/target"
+    assert ("a folder of this machine; for others: --served-target" in printed) is local
+    assert ("is a folder of the machine that exported this: elsewhere put there" in card) is local
+    assert str(tmp_path) not in card and target not in card
+
+
+def test_a_fetched_target_is_named_by_its_hub_id():
+    for fingerprint, (hub_id, *_) in card._FETCHED.items():
+        assert card.served_name("models/smollm2", fingerprint) == hub_id
+    assert card.served_name(TARGET, "0" * 64) == str(Path(TARGET).resolve())
+
+
+@pytest.mark.parametrize("depths, tokens", [((1, 2, 3, 4), 3), ((1, 2, 3, None), 2), ((), 3)])
+def test_drafts_are_as_long_as_the_fastest_chain(drafter, tmp_path, run_main, depths, tokens):
+    """That of calibration; 4 nodes in 2 levels are no chain, and older trees do not say."""
+    folder, out = drafter("own"), tmp_path / "out"
+    speeds = (1.5, 1.8, 2.0, 1.9)
+    sizes = [
+        {"nodes": n + 2, "tau": 2.0, "speedup": speeds[n]} | ({"depth": depth} if depth else {})
+        for n, depth in enumerate(depths)
+    ]
+    if depths and depths[-1] is None:
+        sizes[2]["depth"] = 2
+    (folder / "tree.json").write_text(json.dumps({"paths": [[0]], "calibration": {"sizes": sizes}}))
+    assert run_main(export.main, folder, "--to", "vllm", "--out", out)[0] == 0
+    assert f'"num_speculative_tokens": {tokens}' in (out / "README.md").read_text()
+
+
+def test_lengths_are_refused_before_the_target_is_read(drafter, heads, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(export, "resolve_folder", lambda *_, **__: pytest.fail("the target was looked up"))
+    for folder, tokens in ((drafter("own"), 4096), (heads("own"), 2)):
+        line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "o", "--speculative-tokens", tokens)
+        assert f"--speculative-tokens {tokens}: " in line
+
+
+def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_main):
+    folder = drafter("own", norm_before_residual=True)
+    assert run_main(export.main, folder, "--to", "vllm", "--out", tmp_path)[0] == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
+
+
+@pytest.mark.parametrize("to, wanted", [("vllm", "one draft of each head"), ("medusa", "decode.py DRAFTER --target")])
+def test_the_card_of_heads_speaks_of_heads(heads, tmp_path, run_main, to, wanted):
+    folder = heads("own")
+    (folder / "provenance.json").write_text(json.dumps({"imported_from": "org/heads", "licence": None}))
+    assert run_main(export.main, folder, "--to", to, "--out", tmp_path)[0] == 0
+    text = (tmp_path / "README.md").read_text()
+    assert wanted in text and "OpenVINO" not in text and "SGLang" not in text
+    assert "Imported by draftsmith from `org/heads`" in text and "license" not in text
+
+
 # ---- the command
 
 
@@ -447,6 +519,7 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
         ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's converter leaves out without a word"),
         ("whole vocabulary", "openvino", "it has fc_norm"),
         ("norm before residual", "openvino", "it has norm_before_residual"),
+        ("norm before residual", "sglang", "it has norm_before_residual, which SGLang leaves out without a word"),
         ("first layer", "openvino", "layer 0"),
         ("heads, own", "openvino", "openvino runs none"),
         ("heads, own", "sglang", "sglang runs none"),

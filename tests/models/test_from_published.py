@@ -45,8 +45,8 @@ def made(folder, tiny, to="vllm", **options):
 @pytest.mark.parametrize(
     "to, options",
     [
-        ("vllm", {}),
-        ("sglang", {"norm_before_residual": True, "captured_layers": (1, 4, 7)}),
+        ("sglang", {}),
+        ("vllm", {"norm_before_residual": True, "captured_layers": (1, 4, 7)}),
         ("speculators", {}),
         ("sglang", EAGLE1),
         ("vllm", {**EAGLE1, "fc_bias": False}),
