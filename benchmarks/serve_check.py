@@ -79,6 +79,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from safetensors.torch import load_file
 
 from draftsmith.benchmarks.tables import cell, print_table, table_of
@@ -87,11 +88,13 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
+from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.export import NO_SERVER, export, open_source
 from draftsmith.models.formats import NoPlace
 from draftsmith.models.medusa import MedusaHeads
@@ -101,6 +104,15 @@ from draftsmith.models.target import Target
 MODEL = "draft_model:"
 OTHERS = "texts alone: its matches are others"  # of n-grams: vLLM takes the earliest, ours are the most recent
 ROOM = "4"  # GiB of K/V that the server may take
+KILLED = -9  # exit code
+
+
+COLUMNS = ("drafter", "texts", "near-ties", "mismatches", "drafts", "accepted by position", "τ", "equal")
+
+
+def say(line: str) -> None:
+    """What is done now, or was found: a check takes minutes for each drafter."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def damage(folder: Path, how: str, layers: int) -> None:
@@ -146,9 +158,10 @@ def in_server(job: dict[str, Any]) -> dict[str, Any]:
         if done.returncode or not written.exists():
             said = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
             last = (said or [f"exit code {done.returncode}"])[-1].strip().removeprefix("RuntimeError: ")
+            if done.returncode == KILLED:
+                last = "it was killed, most likely for memory"
             raise ValueError(f"the server failed: {last}")
         served = json_object(written)
-    served["rate"] = sum(len(text["tokens"]) for text in served["texts"]) / served["seconds"]  # before they are cut
     for text in served["texts"]:
         whole = cut(
             Generation(text["tokens"], text.get("steps", [])), job["max_new_tokens"], frozenset(job["stop_ids"])
@@ -255,6 +268,12 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         ngrams.chooses = False
         return Case(target, ngrams, NGRAM, None, args.tokens, match=(ngrams.min_match, ngrams.max_match))
     source = open_source(name, args.to, args.target)
+    c = source.drafter.config
+    if args.server == "llamacpp" and isinstance(c, EagleConfig) and c.norm_output and not c.fc_norm:
+        raise NoPlace(
+            "it has norm_output without fc_norm, which llama.cpp's converter leaves out without a word, and then "
+            "drafts with another model"
+        )
     parts = [Path(name).name, args.to, *([args.server] if args.server not in ("vllm", args.to) else [])]
     folder = args.out / "-".join([*parts, *(["damaged"] if args.damage else [])])
     if isinstance(source.drafter, MedusaHeads):
@@ -298,13 +317,25 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "stop_ids": sorted(target.stop_ids),
         "context": context,
     }
+    count, what = len(prompts), "the target alone"
     if target.fingerprint not in plain_of:
+        weights = 4 * sum(weight.numel() for weight in target.model.parameters())
+        needed, free = (2 * weights + int(ROOM) * 2**30) / 1e9, free_bytes(torch.device("cpu")) / 1e9
+        if needed > free:
+            say(
+                f"{args.server} takes about {needed:.0f} GB for this target, of which {free:.0f} are free: it may be "
+                "killed"
+            )
+        say(f"{args.server}: {what}, {count} prompts …")
         theirs = in_server(job)
+        say(f"draftsmith: {what} …")
         plain = SpeculativeDecoder(target).generate(prompts, args.max_new_tokens, batch_size=1)
         checked = check_texts(target, prompts, [t["tokens"] for t in theirs["texts"]], [p.tokens for p in plain])
-        plain_of[target.fingerprint] = plain, theirs["rate"], checked.near_ties, checked.mismatches
-    plain, rate, near_ties, mismatches = plain_of[target.fingerprint]
+        plain_of[target.fingerprint] = plain, checked.near_ties, checked.mismatches
+    plain, near_ties, mismatches = plain_of[target.fingerprint]
+    say(f"{args.server}: {name}, {count} prompts …")
     served = in_server({**job, "method": case.method, "tokens": tokens})
+    say(f"draftsmith: {name} …")
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()
     )
@@ -319,7 +350,6 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "plain_near_ties": near_ties,
         "plain_mismatches": mismatches,
         "equal": found["equal"] and not mismatches,
-        "server_speedup": round(served["rate"] / rate, 3),
         "dtype": "float32",
     }
     if case.folder is not None:
@@ -347,18 +377,17 @@ def main() -> None:
     args = parser().parse_args()
     check(args)
     args.to = args.to or ("openvino" if args.server == "openvino" else "vllm")
-    table = table_of("drafter", "texts", "near-ties", "mismatches", "drafts", "accepted by position", "τ", "equal")
+    table = table_of(*COLUMNS)
     plain_of: dict[str, Any] = {}
-    verdicts, server = list[bool](), args.server
+    verdicts, server, left_out = list[bool](), args.server, list[str]()
     for name in args.drafters:
         try:
             found = check_one(name, args, plain_of)
-        except NoPlace as refusal:
-            table.add_row(name, f"not exported: {refusal}"[:160], *[""] * 6)
-            continue
         except ValueError as error:
-            table.add_row(name, str(error)[:160], *[""] * 6)
-            verdicts.append(False)
+            refused = isinstance(error, NoPlace)
+            left_out.append(f"{name}: {'not exported: ' if refused else ''}{error}")
+            say(left_out[-1])
+            verdicts += [] if refused else [False]
             continue
         verdicts.append(found["equal"])
         server = found["server"]
@@ -367,8 +396,11 @@ def main() -> None:
         verdict, tau = "yes" if found["equal"] else "NO", found["mean_accepted_length"]
         if tau is None:
             pairs = [OTHERS, ""]
-        table.add_row(name, texts, *map(str, differ), *pairs, cell(tau), verdict)
+        row = [name, texts, *map(str, differ), *pairs, cell(tau), verdict]
+        say(", ".join(f"{column} {text}" for column, text in zip(COLUMNS, row, strict=True)))
+        table.add_row(*row)
     print_table(table, f"{server} / our engine, {datetime.date.today()}")
+    print(*left_out, sep="\n", end="\n" if left_out else "")
     if not verdicts or not all(verdicts):
         sys.exit(1)
 

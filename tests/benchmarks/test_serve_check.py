@@ -158,7 +158,22 @@ def test_a_drafter_that_is_not_exported(run_main, tmp_path):
     words = [tmp_path / "mine", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path, "--out", tmp_path / "out"]
     for server, why in (("vllm", "its fc has a bias"), ("openvino", "openvino holds EAGLE-3 alone")):
         code, printed, err = run_main(serve_check.main, *words, "--server", server)
-        assert code == 1 and "mine: " in printed and "not exported: " in printed and why in printed, err
+        for text in (printed, err):
+            assert code == 1 and "mine: not exported: " in text and why in text
+    third = Eagle.for_target(target, 3, "own", norm_output=True)
+    write_drafter(tmp_path / "third", "eagle", third.config.to_dict(), third.state_dict(), target, {})
+    (tmp_path / "build/bin").mkdir(parents=True)
+    (tmp_path / "build/bin/llama-server").touch(0o755)
+    code, printed, _ = run_main(serve_check.main, tmp_path / "third", *words[1:], "--server", "llamacpp")
+    assert code == 1 and "third: not exported: it has norm_output without fc_norm, which llama.cpp's conv" in printed
+
+
+def test_a_killed_server_is_named(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "bin/python").chmod(0o755)
+    with pytest.raises(ValueError, match="it was killed, most likely for memory"):
+        in_server({"server": "vllm", "environment": str(tmp_path), "method": None, "prompts": []})
 
 
 def test_no_server(run_main, tmp_path):
