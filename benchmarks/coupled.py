@@ -119,6 +119,7 @@ def measure(
 
 def main() -> None:
     args = parser().parse_intermixed_args()
+    check(args)
     torch.set_num_threads(args.threads)
     given, target = read_prompts(args.prompts), None
     trees: dict[str, Tree] = {}

@@ -155,7 +155,7 @@ def main() -> None:
     recipe = read_recipe(args.recipe, MedusaRecipe, args.overrides)
     if [stage.joint is None for stage in recipe.stages] != [True, False]:
         raise ValueError(f"{args.recipe}: two stages are needed, the second one joint, as in recipes/tiny-medusa2.yaml")
-    check_folder("--out", args.out)
+    check_folder("--out", args.out, {"bench.json": "command"})
     torch.set_num_threads(available_cores())
     rows: dict[str, dict[str, Any]] = {}
     for name, own in ways(args.steps, recipe).items():

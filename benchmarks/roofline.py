@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     check_counts(depth=args.depth, nodes=args.nodes)
-    check_file("--out", args.out)
+    check_file("--out", args.out, beside=".png")
     if min(args.ranks) <= 0 or sum(args.ranks) > 1:
         raise ValueError(f"--ranks {' '.join(map(str, args.ranks))}: must be above 0, and 1 at most together")
 
@@ -226,6 +226,7 @@ def plot_itself(facts: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     args = parser().parse_args()
+    check(args)
     levels = levels_of(args.ranks, args.depth, args.nodes)
     found = {
         shape.name: [

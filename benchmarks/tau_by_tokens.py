@@ -77,7 +77,9 @@ def check(args: argparse.Namespace) -> None:
     folders = [folder for folder, _ in map(given, args.drafters)]
     check_once("", folders)
     check_names(folders, args.target)
-    check_file("--answers", args.answers)
+    if args.answers and not args.answers.exists():
+        check_file("--answers", args.answers)
+    check_file("--out", args.out, beside=".md")
     for path in args.prompts:
         check_prompts(path)
 

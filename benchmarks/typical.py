@@ -184,7 +184,7 @@ def main() -> None:
     check_once("--deltas", args.deltas or [])
     if args.drafter == "none":
         raise ValueError("'none' drafts nothing; give a drafter")
-    check_folder("--out", args.out)
+    check_folder("--out", args.out, {"typical.json": "command"})
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)
     target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))

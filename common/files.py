@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_outputs = set[Path]()  # files that the user named for results, by check_file
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -36,6 +37,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
+        if path.absolute() in _outputs:
+            with contextlib.suppress(OSError):
+                _record(path).parent.mkdir(parents=True, exist_ok=True)
+                _record(path).write_text(_state(path))
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -138,10 +143,12 @@ def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
             )
 
 
-def check_file(option: str, file: Path | None, *suffixes: str) -> None:
+def check_file(option: str, file: Path | None, *suffixes: str, beside: str = "") -> None:
     """Make the folder of a file for results and try to write there; None is skipped.
     ``suffixes``: that it may have, so that no file of another kind is replaced; ``.json`` if left out.
-    Raises ValueError: it is a folder, has another suffix, or nothing can be written there."""
+    ``beside``: suffix of a second file that is written there.
+    Raises ValueError: it is a folder, has another suffix, nothing can be written there, or it is a file with content
+    that draftsmith did not write on this machine, or that was changed since."""
     if file is None:
         return
     suffixes = suffixes or (".json",)
@@ -149,7 +156,26 @@ def check_file(option: str, file: Path | None, *suffixes: str) -> None:
         raise ValueError(f"{option} '{file}': is a folder; name the {suffixes[0]} file to write")
     if file.suffix not in suffixes:
         raise ValueError(f"{option} {file}: name a {' or '.join(suffixes)} file")
+    for each in (file, *([file.with_suffix(beside)] if beside else [])):
+        ours = _record(each)
+        if each.exists() and each.stat().st_size and not (ours.exists() and ours.read_text() == _state(each)):
+            raise ValueError(
+                f"{option} {each}: there is such a file, which draftsmith did not write here or which was changed "
+                "since; name another one, or delete it"
+            )
+        _outputs.add(each.absolute())
     _check_writable(option, file.parent)
+
+
+def _record(file: Path) -> Path:
+    """Where it is kept in what state draftsmith left a file."""
+    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
+    return cache_folder() / "written" / name
+
+
+def _state(file: Path) -> str:
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _has_field(file: Path, field: str) -> bool:

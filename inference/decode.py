@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
-from draftsmith.common.files import check_file, check_folder, read_text
+from draftsmith.common.files import check_file, check_folder
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
@@ -223,8 +223,6 @@ def check(args: argparse.Namespace) -> None:
     check_folder("--report", args.report, {"report.json": "drafter"})
     for file in answer_files(args):
         check_file("--answers", file, ".jsonl")
-        if file.exists() and '"choices"' not in read_text(file).partition("\n")[0]:
-            raise ValueError(f"--answers {file}: holds something else, which would be overwritten; name another file")
     check_names(args.drafters or ["none"], args.target)
 
 

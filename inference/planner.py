@@ -61,7 +61,7 @@ def check(args: argparse.Namespace) -> None:
     check_counts(texts=args.texts, new_tokens=args.new_tokens)
     check_threads(args.threads)
     check_prompts(args.prompts)
-    check_file("--out", args.out)
+    check_file("--out", args.out, beside=".png")
 
 
 if __name__ == "__main__":

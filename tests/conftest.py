@@ -269,3 +269,15 @@ def run_main() -> Callable[..., tuple[int, str, str]]:
         return int(stopped.value.code or 0), out.getvalue(), err.getvalue()
 
     return run
+
+
+@pytest.fixture
+def refused(run_main) -> Callable[..., str]:
+    """``refused(module.main, *arguments)`` → the one line of a command that ends with exit code 2."""
+
+    def run(main: Callable[[], None], *arguments: object) -> str:
+        code, _, err = run_main(main, *arguments)
+        assert code == 2 and err.count("\n") == 1, err
+        return err
+
+    return run

@@ -208,6 +208,8 @@ def _check_rows(overlap: Overlap, files: Sequence[str], clean: Path | None, save
                 print(f"{file}: {row.get('id', place)}: {found}")
         if skipped.count:
             print(f"{file}: {skipped}")
+    if not count:
+        raise ValueError(f"{', '.join(files)}: there is no row that could be checked")
     more = f" (the first {_SHOWN} are above)" if shared > _SHOWN else ""
     print(f"{shared:,} of {count:,} rows share a passage with one of {len(overlap.prompts):,} evaluation prompts{more}")
     if clean:
@@ -237,6 +239,8 @@ def main() -> None:
             raise ValueError(f"{file}: no file of rows; give one that ends in {', '.join(LOCAL_FILES)} or .safetensors")
     check_file("--clean", args.clean, ".jsonl", ".parquet")
     check_file("--save", args.save, ".safetensors")
+    if args.clean and args.clean.resolve() in {Path(file).resolve() for file in files}:
+        raise ValueError(f"--clean {args.clean}: is one of the files that are read; name another one")
     if not files and (args.clean or args.save):
         raise ValueError("--clean and --save need files of rows, which .safetensors do not hold")
     overlap = Overlap.load(args.against)

@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each folder
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".types"))
 
-from draftsmith.common.files import replacing
+from draftsmith.common.files import check_file, replacing
 
 BLOCK = 1 << 22
 
@@ -79,6 +79,7 @@ def main() -> None:
             pieces = cut(args.path, args.out, int(args.mb * 1e6))
             print(f"{args.out}: {len(pieces)} pieces of {args.path}")
         else:
+            check_file("--out", args.out, args.out.suffix)
             join(args.path, args.out, args.sha256)
             print(f"{args.out}: joined")
     except (OSError, ValueError) as error:

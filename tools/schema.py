@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, run_command
-from draftsmith.common.files import write_json
+from draftsmith.common.files import check_folder, write_json
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
 
@@ -39,8 +39,9 @@ def main() -> None:
     parser = CommandLine(__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="the folder to write (%(default)s)")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, schema in schemas().items():
+    found = schemas()
+    check_folder("--out", args.out, {f"{name}.json": "$schema" for name in found})
+    for name, schema in found.items():
         write_json(args.out / f"{name}.json", schema)
         print(f"wrote {args.out / f'{name}.json'}")
 

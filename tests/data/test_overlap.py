@@ -217,3 +217,15 @@ def test_drafters_for_smollm2_were_trained_on_no_evaluation_prompt(run_main):
     assert len(files) == 8 and len(Overlap.load().prompts) == 13159
     code, out, err = run_main(command.main, *files)
     assert (code, err) == (0, "") and "\n0 of 17,181 rows share a passage" in f"\n{out}", out
+
+
+def test_nothing_to_check_is_an_error(run_main, tmp_path):
+    """A file without a usable row passes no check; and rows are not cleaned onto themselves."""
+    for name, content in (("empty.jsonl", ""), ("broken.json", '[{"what": 1}]')):
+        (tmp_path / name).write_text(content)
+        code, _, err = run_main(command.main, tmp_path / name, "--against", "chat")
+        assert code == 2 and name in err and err.count("\n") == 1, err
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "completion": "y"}\n')
+    code, _, err = run_main(command.main, rows, "--against", "chat", "--clean", rows)
+    assert code == 2 and "rows.jsonl" in err and rows.read_text()

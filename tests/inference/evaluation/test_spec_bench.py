@@ -71,7 +71,7 @@ def test_one_drafter_and_one_file(folder, tiny_lm, run_decode):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--prompts {0} --answers {0}", "--answers {0}: holds something else, which would be overwritten"),
+        ("--prompts {0} --answers {0}", "--answers {0}: there is such a file, which draftsmith did not write here"),
         ("--prompts {0} --answers x.json", "--answers x.json: name a .jsonl file"),
         ("--prompts {0} --answers /dev/null/x.jsonl", "--answers /dev/null: cannot write here"),
         (
