@@ -33,8 +33,10 @@ Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an e
 
 import argparse
 import gc
+import hashlib
 import itertools
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,9 +90,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.common.files import check_folder, locked, write_json
+from draftsmith.common.files import cache_folder, check_folder, json_object, locked, write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, read_named
@@ -110,6 +112,7 @@ from draftsmith.models.target import Target, check_safetensors, load_target
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
 SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
+FEW_POSITIONS = 500  # with fewer, no tree is replaced that was calibrated on more
 RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
 DYNAMIC = 0.3  # share of the time, and of that for setting up, in which dynamic trees are compared
 WORTH = 0.6  # share of the best estimated speed below which a candidate is not set up
@@ -503,14 +506,31 @@ def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> T
     return pad_sequence([row for part in parts for row in part[name]], batch_first=True, padding_value=padding)
 
 
-def check_idle(folder: Path) -> None:
-    """Refuse, by a ValueError, a run that another command is writing: its drafter would not fit the tree."""
-    if (folder / ".lock").exists():
-        try:
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Inside, no other command calibrates this drafter. Refuses, by a ValueError, one that another command calibrates,
+    or whose run it is writing: the drafter would not fit the tree."""
+    own = cache_folder() / "calibrating" / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    own.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if (folder / ".lock").exists():
             with locked(folder / ".lock", wait=False):
                 pass
-        except Timeout:
-            raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
+        with locked(own, wait=False):
+            yield
+    except Timeout:
+        raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
+
+
+def check_enough(folder: Path, positions: int) -> None:
+    """Raises ValueError: the tree that is there was calibrated on more positions than these few."""
+    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
+    before = (tree.get("calibration") or {}).get("positions", 0)
+    if positions < min(FEW_POSITIONS, before):
+        raise ValueError(
+            f"{folder}: {positions:,} positions say too little; tree.json, calibrated on {before:,}, is kept. Give "
+            "more prompts, longer answers (--max-new-tokens) or more --seconds, or delete it"
+        )
 
 
 def read_held_out(folder: Path) -> dict[str, Tensor]:
@@ -618,7 +638,15 @@ def main() -> None:
     if args.at_load and drafter.step_time is not None:
         raise ValueError(f"--at-load is for draft heads; the nodes of '{folder}' follow from its trees: leave it out")
     check_folder("DRAFTER", folder)
-    check_idle(folder)
+    with alone(folder):
+        calibrate(args, folder, drafter, given, target_name, config)
+
+
+def calibrate(
+    args: argparse.Namespace, folder: Path, drafter: Calibration, given: list[Prompt], target_name: str, config: Any
+) -> None:
+    """Measure the drafter's acceptance and steps, and write its tree."""
+    options, lean = target_arguments(args), DECODERS[args.decoder]
     data = {} if given else read_held_out(folder)
     target = target_of(folder, config, load_target(target_name, **options))
     texts = encode_prompts(given, target)
@@ -680,14 +708,15 @@ def main() -> None:
             watch = watch_for(max(left - timing, for_dynamic * args.seconds), for_dynamic)
             compared = compare(target, decoding, prompts, watch, lean)
             set_up, timing = set_up + watch.set_up, timing + watch.elapsed
-    positions, text_of = positions_of(ranks), "answers to the prompts" if args.prompts else "held-out text"
+    positions, text_of = positions_of(ranks), "the target's answers to the prompts" if args.prompts else "held-out rows"
     seconds = {"ranking": round(ranking, 2), "set_up": round(set_up, 2), "timing": round(timing, 2)}
     print(
-        f"calibrated on {positions:,} positions of the target's own {text_of} ({ranking:.0f} s) "
+        f"calibrated on {positions:,} positions of {text_of} ({ranking:.0f} s) "
         f"and {found.costs.rounds} rounds of timed steps ({timing:.0f} s, after {set_up:.0f} s of setting up)"
         + ("" if found.costs.noise is None else f"; the last ones lowered costs by {found.costs.noise:.1%} at most")
     )
     print_measured(found, compared)
+    check_enough(folder, positions)
     if dynamic is not None and not compared:
         print("dynamic trees were not compared with it: the time was too short; give more --seconds")
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)

@@ -37,10 +37,12 @@ def draw(lines: list[dict[str, Any]], by_labels: list[tuple[int, float]], path: 
     panels = 2 + (len(by_labels) > 1)
     figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 3.6), layout="constrained")
     loss, tau = axes[:2]
-    heads = sorted(name for name in trained[0] if name.startswith("head") and name.endswith("_loss"))
-    for name in heads:
-        loss.plot([line["step"] for line in trained], [line.get(name) for line in trained], label=name[: -len("_loss")])
-    loss.set_title("Training loss of each head, nats")
+    parts = sorted(name for name in trained[0] if name.startswith(("head", "step")) and name.endswith("_loss"))
+    for name in parts or ["loss"]:
+        loss.plot(
+            [line["step"] for line in trained], [line.get(name) for line in trained], label=name.removesuffix("_loss")
+        )
+    loss.set_title("Training loss, nats")
     loss.legend(frameon=False)
     tau.plot([line["step"] for line in evaluated], [line["simulated_tau"] for line in evaluated], marker="o")
     tau.set_title("Simulated τ on held-out answers")

@@ -45,15 +45,14 @@ class Trackers:
         given |= {"dir": str(folder), "config": config}
         settings = wandb.Settings(init_timeout=WAIT, silent=True, console="off", x_disable_stats=True)
         offline = track.offline or os.environ.get("WANDB_MODE") == "offline"
+        send = f"wandb sync {folder}/wandb/offline-run-*"
         try:
             if not offline and not _logged_in():  # init would ask, and wait for an answer
-                console.print(f"  no login to wandb; writing offline, send it later: wandb login, wandb sync {folder}")
+                console.print(f"  no login to wandb; writing offline, send it later: wandb login, {send}")
                 offline = True
             self.run = wandb.init(**given, mode="offline" if offline else "online", settings=settings)
         except Exception as error:  # wandb and its transport raise a dozen unrelated types
-            console.print(
-                f"  wandb does not answer ({_reason(error)}); writing offline, send it later with: wandb sync {folder}"
-            )
+            console.print(f"  wandb does not answer ({_reason(error)}); writing offline, send it later with: {send}")
             wandb.teardown()
             self.run = wandb.init(**given, mode="offline", settings=settings)
 

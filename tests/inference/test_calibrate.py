@@ -623,3 +623,19 @@ runpy.run_path("{script}", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", ask], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
+    """A tree that was calibrated on more positions is kept; and two commands do not calibrate one drafter at once."""
+    folder, prompts = heads_folder
+    words = [folder, "--prompts", prompts, "--max-new-tokens", 6, "--seconds", 1]
+    assert run_main(calibrate.main, *words)[0] == 0
+    tree = json.loads((folder / "tree.json").read_text())
+    tree["calibration"]["positions"] = 10_781
+    (folder / "tree.json").write_text(json.dumps(tree))
+    code, _, err = run_main(calibrate.main, *words)
+    assert code == 2 and "positions say too little; tree.json, calibrated on 10,781, is kept" in err, err
+    assert json.loads((folder / "tree.json").read_text()) == tree
+
+    with calibrate.alone(folder):
+        assert "another command is working in this run" in run_main(calibrate.main, *words)[2]
