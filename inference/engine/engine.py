@@ -7,7 +7,7 @@ described in :mod:`draftsmith.inference.engine.step`. Plain decoding is the same
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -25,7 +25,7 @@ from draftsmith.inference.engine.step import (
     on_device,
     static_by_default,
 )
-from draftsmith.inference.engine.text import stop_string_end
+from draftsmith.inference.engine.text import answer_text, stop_string_end
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
 from draftsmith.kernels.backend import same_bits
@@ -41,7 +41,8 @@ CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
 class Request:
     """One text to decode. Its fields are checked when its decoding begins.
 
-    prompt: token ids, at least one; a one-dimensional tensor or array is converted to a list.
+    prompt: token ids, at least one; a one-dimensional tensor or array is converted to a list, and of what a tokenizer
+        or its ``apply_chat_template`` returns for one text, the ``input_ids`` are taken.
     max_new_tokens: limit of new tokens.
     sampling: sampling parameters, for modes other than greedy; temperature 1 if left out.
     stop_ids: token ids that end the text; the target's own if None.
@@ -59,8 +60,11 @@ class Request:
 
     def __post_init__(self) -> None:
         prompt: Any = self.prompt
-        if getattr(prompt, "ndim", None) == 1:
-            object.__setattr__(self, "prompt", prompt.tolist())
+        if isinstance(prompt, Mapping) and "input_ids" in prompt:
+            prompt = prompt["input_ids"]
+            prompt = prompt[0] if len(prompt) == 1 and not _is_whole(prompt[0]) else prompt  # a batch of one
+        prompt = prompt.tolist() if getattr(prompt, "ndim", None) == 1 else prompt
+        object.__setattr__(self, "prompt", prompt)
         if _is_whole(self.max_new_tokens):
             object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))  # sums of NumPy integers may overflow
 
@@ -78,6 +82,7 @@ class Generation:
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
         proposed by several sources counts for each.
     seconds: from the beginning of the prompt's pass to the end of the text, other rows' work included.
+    source: the target and the stop strings, for ``text``.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -88,6 +93,17 @@ class Generation:
     proposed: list[int] = field(default_factory=list)
     accepted_from: list[int] = field(default_factory=list)
     seconds: float = field(default=0.0, compare=False)
+    source: "tuple[Target, Sequence[str]] | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens: without the stop token that ends it, and up to a stop string, which is no part of it.
+        Raises ValueError: the target has no tokenizer."""
+        if self.source is None or self.source[0].tokenizer is None:
+            raise ValueError("the target has no tokenizer, which a text needs; take result.tokens")
+        target, strings = self.source
+        text = answer_text(target, self.tokens)
+        return text[: min((text.find(string) for string in strings if string in text), default=len(text))]
 
 
 class SpeculativeDecoder:
@@ -431,6 +447,7 @@ class _Queue:
                     "coupled sampling, unless all nodes are asked for, or compiled steps; leave it out"
                 )
             text = _Text(number, request, length - len(request.prompt))
+            text.result.source = self.decoder.target, request.stop_strings
             self.results.append(text.result)
             new.append((row, text))
             longest = max(longest, len(request.prompt))

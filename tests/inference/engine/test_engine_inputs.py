@@ -7,6 +7,7 @@ import torch
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.step import Step
+from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.verify.sampling import Sampling
 
 
@@ -163,3 +164,28 @@ def test_extreme_parameters_behave_as_their_limit(decoder, mode):
     for rows in (3 * len(nothing), 1):
         assert texts(nothing, rows) == plain * len(nothing)
     decoder.generate(prompts, 8, mode=mode, sampling=Sampling(epsilon=1e-300), stop_ids=frozenset())
+
+
+def test_text_and_chat_prompts(tiny_lm):
+    """A chat template's result as a prompt, alone or a batch of one; a text without stop token and stop string."""
+    import draftsmith
+
+    target = draftsmith.load_target(str(tiny_lm))
+    decoder = draftsmith.SpeculativeDecoder(target)
+    messages = [{"role": "user", "content": "Name a module."}]
+    ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    forms = [ids, torch.tensor(ids)]
+    for options in ({}, {"return_tensors": "pt"}, {"return_tensors": "np"}):
+        forms.append(target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+    assert len({tuple(result.tokens) for result in decoder.generate(forms, 12)}) == 1
+
+    (whole,) = decoder.generate([ids], 12, stop_ids=frozenset())
+    assert whole.text == decode_text(target.tokenizer, whole.tokens)
+    stop = whole.text.strip()[3:6]
+    assert stop
+    (cut,) = decoder.generate([ids], 12, stop_ids=frozenset(), stop_strings=["not there", stop])
+    assert cut.text == whole.text[: whole.text.find(stop)] and cut.finish_reason == "stop"
+    (request,) = decoder.serve([draftsmith.Request(ids, 12, stop_ids=frozenset())], 1)
+    assert request == whole
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        _ = draftsmith.Generation([1]).text
