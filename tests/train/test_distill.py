@@ -665,6 +665,97 @@ def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
     assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("m", NEW, 0)
 
 
+NO_EFFECT = {
+    **{"top_p": 1, "top_k": -1, "min_p": 0},
+    **{"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+}
+
+
+@pytest.mark.parametrize("options, other", [([], {}), (["decoding.mode=sample", "decoding.top_p=0.9"], {"top_p": 0.9})])
+def test_every_sampling_parameter_is_stated(ask, server, options, other):
+    """Or servers take them from the model's generation_config.json, at temperature 0 too."""
+    folder = ask("whole", "data.seeds.0.limit=2", *options)
+    for _, asked, _, _ in server.requests:
+        assert {name: asked[name] for name in NO_EFFECT} == NO_EFFECT | other
+    assert "not_sent" not in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "refused, answer, left_out",
+    [
+        (["top_k"], (400, b"x" * 500 + b" Unrecognized request argument supplied: top_k"), ["top_k"]),
+        (["min_p"], (403, b'{"loc": ["body", "min_p"], "msg": "Extra inputs are not permitted"}'), ["min_p"]),
+        (["min_p", "presence_penalty"], None, ["min_p", "presence_penalty"]),  # the first that is there, then the other
+        (["top_k"], (400, b"invalid request"), ["min_p", "repetition_penalty", "top_k"]),
+        (["min_p"], (422, b""), ["min_p", "repetition_penalty", "top_k"]),
+    ],
+)
+def test_what_a_server_refuses_is_left_out(ask, server, tmp_path, refused, answer, left_out):
+    def plan(asked):
+        there = [name for name in refused if name in asked]
+        return (answer or (400, f"no {there[0]}".encode())) if there else "fine"
+
+    server.plan = plan
+    folder = ask("whole", "endpoint.concurrency=1", "data.seeds.0.limit=5")
+    said = f"warning: http://127.0.0.1:{server.server_port}/v1/ refuses {', '.join(left_out)}: not sent any more"
+    assert ask.out.count("warning: ") == 1 and said in ask.out
+    assert counts_of(folder)["done"] == 5
+    turns = sum(1 + n % 3 for n in range(5))
+    assert len(server.requests) == turns + (len(refused) if answer is None else 1), "it is not asked with them again"
+    assert NO_EFFECT.keys() - server.requests[-1][1].keys() == {*left_out}
+    server.plan = lambda asked: "fine"
+    make_seeds(tmp_path / "seeds.jsonl", 6)
+    ask("whole", "data.seeds.0.limit=5")
+    assert json.loads((folder / "manifest.json").read_text())["not_sent"] == left_out, "by the first command"
+
+
+def told(message, finish_reason="stop"):
+    return 200, json.dumps({"choices": [{"message": message, "finish_reason": finish_reason}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "message, finish_reason, reason",
+    [
+        ({"content": None, "reasoning_content": "Let me see"}, "length", "cut while thinking"),
+        ({"content": "", "reasoning": "Let me see"}, "length", "cut while thinking"),
+        ({"content": None, "reasoning_content": "Let me see"}, "stop", "empty answer"),
+        ({"content": None}, "stop", "empty answer"),
+        ({"content": " \n"}, "stop", "empty answer"),
+        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "tool calls"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "stop", "parts other than text"),
+        ({"content": "It is a"}, "content_filter", "broken off"),
+    ],
+)
+def test_what_is_no_answer_is_asked_once(ask, server, tmp_path, message, finish_reason, reason):
+    server.plan = lambda asked: told(message, finish_reason)
+    said = ask.refused("whole", "data.seeds.0.limit=1", code=1)
+    assert len(server.requests) == 1 and f"{reason} 1 times" in said and not lines_of(tmp_path / "whole")
+    assert ("a larger decoding.max_new_tokens" in said) == ("enable_thinking" in said) == (reason[:3] == "cut")
+    (line,) = (tmp_path / "whole/failures.jsonl").read_text().splitlines()
+    assert ("Let me see" in line) == any("reasoning" in name for name in message)
+
+
+def test_an_answer_that_the_server_ended_is_asked_for_again(ask, server):
+    answers = iter([told({"content": "It"}, "abort"), told({"content": "It is"}, "error")])
+    server.plan = lambda asked: next(answers, "fine")
+    folder = ask("whole", "data.seeds.0.limit=1")
+    assert len(server.requests) == 3 and counts_of(folder)["done"] == 1
+
+
+def test_reasoning_is_kept_beside_the_answer(ask, server, tmp_path):
+    """Not in what is asked next: servers' templates drop it, or they refuse it."""
+    (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": ["a", "b"]}) + "\n")
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    answers = iter([{"content": "42", "reasoning_content": "6 × 7"}, {"content": parts, "tool_calls": None}])
+    server.plan = lambda asked: told(next(answers))
+    (line,) = lines_of(ask("whole")).values()
+    assert [m for m in json.loads(line)["messages"] if m["role"] == "assistant"] == [
+        {"role": "assistant", "content": "42", "reasoning_content": "6 × 7"},
+        {"role": "assistant", "content": "42"},
+    ]
+    assert [m.keys() for m in server.requests[1][1]["messages"]] == [{"role", "content"}] * 3
+
+
 def test_nobody_answers_what_is_left(ask, server, tmp_path):
     """Done before or not: a run that gets no answer fails, also if one prompt has only itself to blame."""
     plan = {"1": "fine", "2": (400, b"context length"), "3": (500, b"gone")}
@@ -718,7 +809,7 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
         ((302, b"", (("Location", "/else"),)), 1, "http 302"),
         ((400, b"the maximum context length is 9"), 1, "too long"),
         ((400, b"request (12 tokens) exceeds the available context size (9 tokens)"), 1, "too long"),  # llama.cpp
-        ((400, b"bad temperature"), 1, "http 400"),
+        ((400, b"bad temperature"), 2, "http 400"),  # the second time with the parameters of OpenAI's protocol alone
     ],
 )
 def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reason):
