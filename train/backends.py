@@ -78,6 +78,10 @@ def by_engine(
         raise ValueError(
             f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
         )
+    if template and target.tokenizer is not None:
+        target.tokenizer.chat_template = template  # what it puts after an answer ends one
+    if target.end_warning:
+        console.print(target.end_warning, style="yellow", markup=False)
     longest = min(target.context, e.max_length)
 
     @cache

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draws import occurs
 from faults import config, error_of, truncate, without
 from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
@@ -52,7 +53,7 @@ def test_transformers_ends_where_the_engine_does(target):
     torch.manual_seed(1)
     prompts = [torch.randint(5, 300, (n,)).tolist() for n in (250, 240, 20)]
     ours = SpeculativeDecoder(target).generate(prompts, 14)
-    assert [len(result.tokens) for result in ours] == [6, 14, 14]
+    assert [len(result.tokens) for result in ours] == [6, 14, 13]
     theirs = timing.transformers_method(target, 14)
     assert theirs(prompts) == [result.tokens for result in ours]
     stopping = load_target(target.name)
@@ -354,10 +355,27 @@ def test_a_stop_tokens_text_is_not_written(run_decode, target, tiny_lm, tmp_path
     place = next(place for place in range(3, 9) if full.tokens[place] not in full.tokens[:place])
     folder = shutil.copytree(tiny_lm, tmp_path / "target")
     config = json.loads((folder / "generation_config.json").read_text())
-    config["eos_token_id"] = [config["eos_token_id"], full.tokens[place]]
+    config["eos_token_id"].append(full.tokens[place])
     (folder / "generation_config.json").write_text(json.dumps(config))
     code, out, err = run_decode(f"ngram --target {folder} --prompt 'def f(' --raw --max-new-tokens 9 {options}")
     assert (code, out) == (0, decode_text(target.tokenizer, full.tokens[:place])), err
+
+
+def test_an_answer_ends_where_the_template_ends_it(run_decode, tiny_lm, tmp_path):
+    """Though the generation config has another end token; in a line that says so."""
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    given = "--prompt 'def f(' --max-new-tokens 400 --mode sample --temperature 2 --seed 4"
+    _, wanted, said = run_decode(f"ngram --target {tiny_lm} {given}")
+    _, out, err = run_decode(f"ngram --target {folder} {given}")
+    assert out == wanted and "warning" not in said
+    assert err.count("warning: the chat template ends an answer with <|end|>, which is no eos_token_id") == 1
+    target = load_target(str(tiny_lm))
+    prompt = Prompt([{"role": "user", "content": "def f("}]).encode(target)
+    sampled = timing.engine_options("sample", Sampling(temperature=2.0, seed=4), [prompt])
+    (whole,) = SpeculativeDecoder(target).generate([prompt], 400, stop_ids=frozenset([0]), **sampled)
+    occurs(1 in whole.tokens, "the text would go on")
+    assert out.rstrip("\n") == decode_text(target.tokenizer, whole.tokens[: whole.tokens.index(1)]).rstrip("\n")
 
 
 def test_a_target_without_a_template_continues_text(run_decode, target, plain_target):

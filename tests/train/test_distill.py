@@ -338,12 +338,9 @@ def test_conversations_that_the_target_begins(run, tiny_lm, tmp_path):
     assert Shards(folder).first_turns == [c["messages"][0]["content"] for c in begun]
 
 
-def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_path, monkeypatch):
+def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tmp_path, monkeypatch):
     """The user's turns are those that a search for its text ends; another closing is searched for."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_lm, tmp_path / "chat-lm")
-    stops = load_target(str(tiny_lm)).tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
-    (tmp_path / "chat-lm/generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     asked, searched, serve = [], [], backends.serve_conversations
 
     def noted(decoder, conversations, next_request, *arguments, **named):
@@ -358,7 +355,7 @@ def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_p
 
     monkeypatch.setattr(backends, "serve_conversations", noted)
     decoding = f"decoding={{mode: sample, temperature: 2.0, user_tokens: 96, max_new_tokens: {NEW}}}"
-    options = [decoding, "self_talk=1", "data.seeds.0.source=seeds.jsonl", "target.name=chat-lm"]
+    options = [decoding, "self_talk=1", "data.seeds.0.source=seeds.jsonl"]
     found = lines_of(run("by-id", *options))
     assert {*asked} == {(True,), (False,)}
     turns = {seed.id: seed.turns for seed in read_seeds([Source(source="seeds.jsonl")])[0]}
@@ -370,11 +367,29 @@ def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_p
     assert lines_of(run("by-text", *options)) == found
     searched.clear()
     asked.clear()
-    run("by-text-2", *options[:-1])
-    assert {*asked} == {(True, "<|end|>"), (False,)}, "not a stop id of this one"
-    asked.clear()
     run("by-def", *options, f"data.template={tmp_path}/turns.jinja")
     assert {*asked} == {(True, "def"), (False,)}
+
+
+def test_answers_end_where_the_template_ends_them(run, tiny_lm, tmp_path, monkeypatch):
+    """Though the generation config has another end token: without a word of the user that the target made up."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_lm, tmp_path / "other-end")
+    (tmp_path / "other-end/generation_config.json").write_text('{"eos_token_id": 0}')
+    options = ["data.seeds.0.source=seeds.jsonl", "decoding={mode: sample, temperature: 2.0, max_new_tokens: 96}"]
+    right = lines_of(run("right", *options))
+    assert "warning" not in run.out
+    reasons = [reason for line in right.values() for reason in json.loads(line)["finish_reason"]]
+    occurs({*reasons} == {"stop", "length"}, "answers that end")
+    assert lines_of(run("other", *options, "target.name=other-end")) == right
+    assert (
+        "warning: the chat template ends an answer with <|end|>, which is no eos_token_id of 'other-end' (those are "
+        "[0]); texts end there as well" in run.out
+    )
+    template = TURNS.replace("{{ m['content'] }}\n{% else", "{{ m['content'] }}<|user|>\n{% else")
+    (tmp_path / "turns.jinja").write_text(template)
+    run("third", *options, "data.template=turns.jinja")
+    assert "ends an answer with <|user|>, which is no eos_token_id" in run.out, "of the recipe's template"
 
 
 def test_a_drafter_changes_nothing(run, tiny_lm, tmp_path, monkeypatch):
