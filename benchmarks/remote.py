@@ -55,7 +55,6 @@ class RemoteServer:
         """Continue a prompt's token ids by ``limit`` tokens at most. Raises ConnectionError: no answer, or none that
         can be read."""
         asked = {
-            "model": self.server.model,
             "prompt": list(prompt),
             "max_tokens": limit,
             "temperature": 0,
@@ -65,7 +64,7 @@ class RemoteServer:
         }
         tokens, count, first, last = list[int](), 0, 0.0, 0.0
         try:
-            with self.server.open("/completions", json.dumps(asked).encode()) as response:
+            with self.server.stating(asked, lambda body: self.server.open("/completions", body)) as response:
                 for line in response:
                     if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
                         continue

@@ -30,8 +30,9 @@ other numbers of rows round differently, so that tokens of nearly equal logits m
 decode.py --check-lossless does it, and exit code 1 says that an answer differs by more than rounding.
 
 --url adds a running server with OpenAI's protocol (vLLM, SGLang, …) that has the same target: the same requests at the
-same times, as many at once as the engine has rows, so that it is measured as we are. Its τ is not known here; its texts
-are compared where it returns token ids, as vLLM does.
+same times, as many at once as the engine has rows, so that it is measured as we are. Requests state every sampling
+parameter, so that none is the server's default. Its τ is not known here; its texts are compared where it returns token
+ids, as vLLM does.
 
 The engine reads a new prompt while the other rows wait, and a step computes all rows, occupied or not: both are in the
 figures.
@@ -102,6 +103,7 @@ from draftsmith.benchmarks.remote import RemoteServer
 from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
+from draftsmith.data.endpoint import not_sent_line
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
@@ -765,6 +767,10 @@ def main() -> None:
             for rounds in (capacity, *loads.values()):
                 for name, served in rounds.items():
                     measured[name] += served
+    server = decoders.get(SERVER)
+    if isinstance(server, RemoteServer) and (refused := server.server.not_sent):
+        found["not_sent"] = sorted(refused)
+        console.print(not_sent_line(args.url, refused), style="yellow", markup=False)
     found["texts"] = check_texts(engines[PLAIN], prompts, args.max_new_tokens, measured)
     print_tables(found)
     if args.out:

@@ -14,17 +14,28 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
 
 from draftsmith.data.formats import Message
-from draftsmith.data.seeds import TOO_LONG, RequestFailed
+from draftsmith.data.seeds import CUT_THINKING, EMPTY, TOO_LONG, RequestFailed
 
 KEY = "OPENAI_API_KEY"  # the only place a key is read from; it is neither stored nor printed
 LONGEST_PAUSE, LONGEST_RETRY_AFTER = 60.0, 600.0  # seconds
 CONNECT = 4.5  # seconds in which a server has to be reachable before a run begins
 _DETAIL = 200  # characters kept of a server's message
+# Every parameter that changes the distribution, without effect: what a request leaves out, servers may take from the
+# model's generation_config.json (Qwen2.5's repetition penalty of 1.05 holds at temperature 0, too).
+NO_EFFECT: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+_EXTENSIONS = {"top_k", "min_p", "repetition_penalty"}  # not in OpenAI's own protocol
 T = TypeVar("T")
 
 
@@ -110,6 +121,19 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer of a chat model.
+
+    finish_reason: ``stop``, ``length``, …; ``unknown`` if the server gives none.
+    reasoning: what it thought before, where the server returns that apart from the answer; else empty.
+    """
+
+    text: str
+    finish_reason: str
+    reasoning: str = ""
+
+
 @dataclass
 class Server:
     """An endpoint with its timeouts and retries. Threads may share it.
@@ -119,6 +143,7 @@ class Server:
     retries: how often a request is repeated after a failure that may be temporary.
     backoff: seconds before the first retry; doubled, with jitter, before each further one.
     stopped: once it is set, no pause before a retry goes on.
+    not_sent: the parameters of ``NO_EFFECT`` that the server refused; they are left out of its requests.
     """
 
     url: str
@@ -127,16 +152,40 @@ class Server:
     retries: int
     backoff: float
     stopped: threading.Event = field(default_factory=threading.Event)
+    not_sent: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._opener = urllib.request.build_opener(_NoRedirects)
         self._key = api_key()
 
-    def answer(self, messages: Sequence[Message], **options: Any) -> tuple[str, str]:
-        """The model's answer and its finish reason (``stop``, ``length``, …).
+    def answer(self, messages: Sequence[Message], **options: Any) -> Answer:
+        """The model's answer to a conversation.
         ``options``: further fields of the request: temperature, max_tokens, …
         Raises RequestFailed: no answer after all retries, or the failure is not temporary."""
-        body = json.dumps({"model": self.model, "messages": list(messages), "stream": False, **options}).encode()
+        return self.stating({"messages": list(messages), "stream": False, **options}, self._retried)
+
+    def stating(self, fields: Mapping[str, Any], send: Callable[[bytes], T]) -> T:
+        """What ``send`` returns of a request's body with these fields, the model, and all of ``NO_EFFECT`` that the
+        fields do not have. A parameter that the server's refusal names is left out; if it names none, those are that
+        are not in OpenAI's protocol. The server gets no parameter again without which it answered.
+        Raises RequestFailed: as ``send`` does."""
+        not_sent = self.not_sent
+        while True:
+            stated = {name: value for name, value in NO_EFFECT.items() if name not in not_sent and name not in fields}
+            try:
+                found = send(json.dumps({"model": self.model, **stated, **fields}).encode())
+            except RequestFailed as error:
+                unnamed = error.reason in ("http 400", "http 422") and not stated.keys().isdisjoint(_EXTENSIONS)
+                refused = stated.keys() & (error.fields or (_EXTENSIONS if unnamed else ()))
+                if not refused:
+                    raise
+                not_sent |= refused
+            else:
+                self.not_sent |= not_sent
+                return found
+
+    def _retried(self, body: bytes) -> Answer:
+        """The answer to a request, sent again after failures that may be temporary."""
         for attempt in range(self.retries + 1):
             try:
                 return self._post(body)
@@ -171,7 +220,7 @@ class Server:
         reason = "timeout" if isinstance(cause, TimeoutError) else "connection"
         return RequestFailed(reason, self.short(str(cause)), retry=True)
 
-    def _post(self, body: bytes) -> tuple[str, str]:
+    def _post(self, body: bytes) -> Answer:
         try:
             with self.open("/chat/completions", body) as response:
                 content = response.read()
@@ -179,28 +228,48 @@ class Server:
             raise self.broken(error) from None
         try:
             choice = json.loads(content)["choices"][0]
-            text, finish_reason = choice["message"]["content"], choice.get("finish_reason") or "unknown"
-            if not isinstance(text, str):
+            message, finish_reason = choice["message"], str(choice.get("finish_reason") or "unknown")
+            text = message.get("content") or ""
+            if isinstance(text, list) and all(isinstance(part.get("text"), str) for part in text):
+                text = "".join(part["text"] for part in text)
+            reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+            if not (isinstance(text, str | list) and isinstance(reasoning, str)):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError):
             detail = self.short(content.decode("utf-8", "replace"))
             raise RequestFailed("malformed answer", detail, retry=True) from None
-        return text, str(finish_reason)
+        for reason, found in (("tool calls", message.get("tool_calls")), ("parts other than text", text)):
+            if found and not isinstance(found, str):
+                raise RequestFailed(reason, self.short(json.dumps(found)))
+        assert isinstance(text, str)
+        if finish_reason in ("abort", "error", "content_filter"):  # not where the model ended its answer
+            raise RequestFailed("broken off", finish_reason, retry=finish_reason != "content_filter")
+        if reasoning and not text.strip():
+            thought = self.short(f"it thought: {reasoning}")
+            raise RequestFailed(CUT_THINKING if finish_reason == "length" else EMPTY, thought)
+        return Answer(text, finish_reason, reasoning)
 
     def _refusal(self, code: int, body: IO[bytes], retry_after: str | None) -> RequestFailed:
         try:
-            detail = self.short(body.read(10_000).decode("utf-8", "replace"))
+            text = body.read(10_000).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException):
-            detail = ""
+            text = ""
+        detail = self.short(text)
         if code in (400, 413, 422) and re.search("context.(length|size)", detail):
             return RequestFailed(TOO_LONG, detail)
         retry = code in (408, 429) or code >= 500
-        return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after))
+        named = frozenset(name for name in NO_EFFECT if not retry and re.search(rf"\b{name}\b", text))
+        return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after), named)
 
     def short(self, message: str) -> str:
         """The beginning of a server's message, on one line, without the key."""
         message = message.replace(self._key, "***") if self._key else message  # some servers repeat it
         return " ".join(message.split())[:_DETAIL]
+
+
+def not_sent_line(url: str, names: Collection[str]) -> str:
+    """What to say of the parameters that a server refuses."""
+    return f"warning: {url} refuses {', '.join(sorted(names))}: not sent any more, so that the server's defaults hold"
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -19,6 +19,7 @@ from draftsmith.data.formats import Message, Turns, read_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 TOO_LONG = "too long"
+CUT_THINKING, EMPTY = "cut while thinking", "empty answer"  # of a server; a request that is sent again ends so again
 CUT, REPETITIVE = "user's turn cut", "user's turn repetitive"
 DUPLICATE, SHORT = "user's turn duplicate", "user's turn short"
 REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
@@ -100,11 +101,20 @@ class RequestFailed(Exception):
     reason: ``timeout``, ``connection``, ``http 429``, ``malformed answer``, ``too long`` …
     detail: the beginning of the server's message.
     retry: whether the same request may succeed later, after ``retry_after`` seconds if the server gave a time.
+    fields: sampling parameters of the request that a refusal names.
     """
 
-    def __init__(self, reason: str, detail: str = "", retry: bool = False, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        detail: str = "",
+        retry: bool = False,
+        retry_after: float | None = None,
+        fields: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(reason)
         self.reason, self.detail, self.retry, self.retry_after = reason, detail, retry, retry_after
+        self.fields = fields
 
 
 class WrittenTurns:
@@ -164,15 +174,16 @@ class Conversation:
         self._requests = self._converse()
         self.pending: list[Message] | None = next(self._requests)
 
-    def _converse(self) -> Generator[list[Message], tuple[str, str], None]:
-        """The whole algorithm: yields the messages before the next one and is sent that one (text, finish reason)."""
+    def _converse(self) -> Generator[list[Message], tuple[str, str, str], None]:
+        """The whole algorithm: yields the messages before the next one and is sent that one (text, finish reason,
+        reasoning)."""
         for message in self.seed.messages:
             self.messages.append(message)
             if message["role"] == "user":
                 yield from self._answered()
         for _ in range(self.self_talk + (not self.seed.messages)):
             self.speaker = "user"
-            text, finish_reason = yield self.messages
+            text, finish_reason, _ = yield self.messages
             why = self.written.rejection(text, finish_reason, not self.messages)
             if why and not self.messages:
                 raise RequestFailed(why, text[:200])
@@ -181,16 +192,18 @@ class Conversation:
             self.messages.append({"role": "user", "content": text.strip()})
             yield from self._answered()
 
-    def _answered(self) -> Generator[list[Message], tuple[str, str], None]:
+    def _answered(self) -> Generator[list[Message], tuple[str, str, str], None]:
         self.speaker = "assistant"
-        text, finish_reason = yield self.messages
-        self.messages.append({"role": "assistant", "content": text})
+        text, finish_reason, reasoning = yield self.messages
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        self.messages.append({"role": "assistant", "content": text, **thought})
         self.finish_reasons.append(finish_reason)
 
-    def add(self, text: str, finish_reason: str) -> None:
-        """Add the message that ``pending`` waits for, and go on to what waits for one next."""
+    def add(self, text: str, finish_reason: str, reasoning: str = "") -> None:
+        """Add the message that ``pending`` waits for, with what the model thought before it, and go on to what waits
+        for one next."""
         try:
-            self.pending = self._requests.send((text, finish_reason))
+            self.pending = self._requests.send((text, finish_reason, reasoning))
         except StopIteration:
             self.pending = None
         except RequestFailed as error:

@@ -47,7 +47,7 @@ from draftsmith.models.stored import (
     stored_dtype,
     with_safetensors,
 )
-from draftsmith.models.tokenizer import load_tokenizer
+from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
 
 NO_CONTEXT = 1 << 30  # positions, of a model that does not say how many it is made for
 _SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
@@ -94,6 +94,7 @@ class Target:
         if lm_head is None:
             raise self._error(f"it has no LM head; {_UNSUPPORTED}")
         self.lm_head: nn.Module = lm_head
+        self._template_ends: dict[str, frozenset[int]] = {}  # by chat template: a drafter may bring another
         self._check()
 
     @cached_property  # the engine asks for every request, and transformers looks for parts of the config each time
@@ -132,11 +133,37 @@ class Target:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The ids that end a text, from the generation config."""
+        """The ids that end a text: those of the generation config, and :attr:`template_end`."""
+        return self._config_ends | self.template_end
+
+    @property
+    def _config_ends(self) -> frozenset[int]:
         generation = getattr(self.model, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
         ids = self.config.eos_token_id if ids is None else ids
         return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+    @property
+    def template_end(self) -> frozenset[int]:
+        """The token that the chat template puts after an answer, where the generation config names none of those there:
+        without it, an answer would go on with an invented question. Else empty."""
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        if template not in self._template_ends:
+            after = tokens_after_answer(self.tokenizer) if template and self.tokenizer is not None else []
+            known = not self._config_ends.isdisjoint(after)
+            self._template_ends[template] = frozenset(() if known else after[:1])
+        return self._template_ends[template]
+
+    @property
+    def end_warning(self) -> str:
+        """A line about :attr:`template_end`; empty if there is none."""
+        if not self.template_end or self.tokenizer is None:
+            return ""
+        token = self.tokenizer.convert_ids_to_tokens([*self.template_end])[0]
+        return (
+            f"warning: the chat template ends an answer with {token}, which is no eos_token_id of '{self.name}' (those "
+            f"are {sorted(self._config_ends)}); texts end there as well"
+        )
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Last hidden states after the final norm, without a cache: ``[B, T]`` ids → ``[B, T, d]``.

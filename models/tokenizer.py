@@ -43,3 +43,17 @@ def load_tokenizer(
     if not ids:  # transformers makes an empty tokenizer of an empty file
         raise ValueError(f"{folder}: the tokenizer cannot be used, it yields no token for a word; fetch it again")
     return tokenizer
+
+
+def tokens_after_answer(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The added tokens (``<|im_end|>``, ``</s>``) that the tokenizer's chat template puts after an answer; none if it
+    has no template, or that refuses a question with its answer."""
+    mark = "Zq7Uw3Xk"  # a text that no template has
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": mark}]
+    try:
+        _, found, after = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(mark)
+    except Exception:  # a template is a program, and may raise anything
+        return []
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    return [number for number in ids if number in added]

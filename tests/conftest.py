@@ -236,6 +236,7 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for weight in model.parameters():
             if weight.dim() >= 2:
                 weight.normal_(std=0.4)
+    model.generation_config.eos_token_id = [end, tokenizer.convert_tokens_to_ids(bpe.END_OF_TURN)]
     folder = tmp_path_factory.mktemp("models") / "tiny-lm"
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.common.command import available_cores
 from draftsmith.data.chat import encode_prompt, encode_user_turn
-from draftsmith.data.endpoint import Server, in_threads
+from draftsmith.data.endpoint import Server, in_threads, not_sent_line
 from draftsmith.data.rows import UnusableRow
-from draftsmith.data.seeds import TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
+from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
@@ -21,9 +21,11 @@ from draftsmith.inference.engine.turns import serve_conversations
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.distill_sections import Distillation
+from draftsmith.train.loop import console
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
-Backend = Callable[[Distillation, Iterator[Conversation], Callable[[Conversation], None]], None]
+# The last argument is the manifest's facts, to which a backend adds what it finds out.
+Backend = Callable[[Distillation, Iterator[Conversation], Callable[[Conversation], None], dict[str, Any]], None]
 
 
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
@@ -44,7 +46,12 @@ def refusals() -> Iterator[None]:
         raise RequestFailed(TEMPLATE, str(error)) from None
 
 
-def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: Callable[[Conversation], None]) -> None:
+def by_engine(
+    recipe: Distillation,
+    conversations: Iterator[Conversation],
+    end: Callable[[Conversation], None],
+    facts: dict[str, Any],
+) -> None:
     """Answers of our own engine, ``engine.batch_size`` conversations at a time.
 
     Raises:
@@ -71,6 +78,10 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
         raise ValueError(
             f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
         )
+    if template and target.tokenizer is not None:
+        target.tokenizer.chat_template = template  # what it puts after an answer ends one
+    if target.end_warning:
+        console.print(target.end_warning, style="yellow", markup=False)
     longest = min(target.context, e.max_length)
 
     @cache
@@ -117,12 +128,17 @@ def by_engine(recipe: Distillation, conversations: Iterator[Conversation], end: 
 
 
 def by_endpoint(
-    recipe: Distillation, conversations: Iterator[Conversation], end: Callable[[Conversation], None]
+    recipe: Distillation,
+    conversations: Iterator[Conversation],
+    end: Callable[[Conversation], None],
+    facts: dict[str, Any],
 ) -> None:
-    """Answers of a server, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread."""
+    """Answers of a server, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread. The fact
+    ``not_sent`` names the sampling parameters that the server refused."""
     e, d = recipe.endpoint, recipe.decoding
     assert e is not None
     server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
+    said = server.not_sent
     arguments = {"chat_template_kwargs": recipe.data.template_arguments} if recipe.data.template_arguments else {}
 
     def converse(conversation: Conversation) -> None:
@@ -133,11 +149,19 @@ def by_endpoint(
                 seed = sampling.seed % (1 << 31)  # what every server takes
                 options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
             messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
+            messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]  # some refuse it
             try:
-                conversation.add(*server.answer(messages, **options, **arguments))
+                found = server.answer(messages, **options, **arguments)
+                if not (user or found.text.strip()):
+                    raise RequestFailed(EMPTY)
+                conversation.add(found.text, found.finish_reason, found.reasoning)
             except RequestFailed as error:
                 conversation.fail(error)
 
     with closing(in_threads(converse, conversations, e.concurrency, server.stopped)) as finished:
         for conversation in finished:
+            if server.not_sent != said:
+                said = server.not_sent
+                facts["not_sent"] = sorted({*said, *facts.get("not_sent", ())})
+                console.print(not_sent_line(e.url, said), style="yellow", markup=False)
             end(conversation)

@@ -47,6 +47,7 @@ from draftsmith.data.chat import encode_prompt
 from draftsmith.data.endpoint import check_server
 from draftsmith.data.rows import Skipped
 from draftsmith.data.seeds import (
+    CUT_THINKING,
     REJECTIONS,
     TOO_LONG,
     Conversation,
@@ -70,6 +71,7 @@ from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up
 MANIFEST_EVERY = 30.0  # seconds
+THINKING = "a larger decoding.max_new_tokens, or data.template_arguments={enable_thinking: false}, lets it answer"
 
 
 class GivenUpError(Exception):
@@ -168,8 +170,10 @@ def main() -> None:
         recipe = with_dtype(recipe, folder, args.restart or args.tiny)
         decides = recipe.decides()
         shards = open_shards(folder, decides, args.restart or args.tiny)
+        began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}
         facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}
+        facts |= {"not_sent": began["not_sent"]} if "not_sent" in began else {}
         write_json(folder / "manifest.json", facts)  # first of all: it marks the folder as this run's
         write_recipe(recipe, folder / "recipe.yaml", command)
         distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
@@ -222,7 +226,7 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
         if todo:
             with bar:
                 written = WrittenTurns(shards.first_turns)
-                backend(recipe, (Conversation(seed, recipe.self_talk, written) for seed in todo), end)
+                backend(recipe, (Conversation(seed, recipe.self_talk, written) for seed in todo), end, facts)
     except (GivenUpError, KeyboardInterrupt) as error:
         stopped = error
     if isinstance(stopped, KeyboardInterrupt):
@@ -236,6 +240,8 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
         reasons = ", ".join(f"{reason} {count:,} times" for reason, count in counts["failed"].items())
         again = "the same command sends these again, but for user's turns that were not used"
         summary += f"; failed: {reasons} (see failures.jsonl; {again})"
+        if CUT_THINKING in counts["failed"]:
+            summary += f"; {CUT_THINKING}: {THINKING}"
     if stopped or (failed_in_a_row and not answered) or not counts["done"]:
         detail = list(shards.failures.values())[-1]["detail"]
         print(f"error: no answers: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)

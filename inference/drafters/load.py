@@ -184,6 +184,8 @@ def load_drafter(
     loaded = target or load_target(str(target_name or known), **options)
     for folder, config, _ in stored.values():
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
+    if say and target is None and loaded.end_warning:
+        say(loaded.end_warning)
     for each, path in trees.items():
         here, there = device_name(loaded.device), calibrated_on(path)
         # Among CPUs steps choose their nodes; what pays on a CPU and on a GPU differs by levels, too.

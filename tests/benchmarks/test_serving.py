@@ -377,6 +377,9 @@ class Answering(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         server.asked.append(asked)
+        if server.refused in asked:
+            self.send_error(400, f"unknown argument {server.refused}")
+            return
         if server.status != 200:
             self.send_error(server.status, f"not now, {self.headers['Authorization']}")
             return
@@ -400,7 +403,7 @@ def server():
     made = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
     made.decoder = SpeculativeDecoder(load_target("models/tiny-lm"))
     made.one_at_a_time, made.asked = threading.Lock(), []
-    made.status, made.ids, made.wrong, made.lines = 200, True, 0, None
+    made.status, made.ids, made.wrong, made.lines, made.refused = 200, True, 0, None, ""
     threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
     yield made
     made.shutdown()
@@ -435,6 +438,16 @@ def test_a_running_server(server, serve):
             assert arrival <= taken < first <= last
     assert batch["capacity"]["server"]["tau"] is None and batch["capacity"]["server"]["over_plain"] > 0
     assert all(a["model"] == "tiny" and a["temperature"] == 0 and a["stream"] for a in server.asked)
+    stated = {"top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
+    assert all(asked.items() >= stated.items() and asked["frequency_penalty"] == 0 for asked in server.asked)
+    assert "not_sent" not in found
+
+
+def test_what_a_server_refuses_is_said(server, serve):
+    server.refused = "top_k"
+    code, _, err, found = serve()
+    assert code == 0 and found["not_sent"] == ["top_k"] and "/v1 refuses top_k: not sent any more" in err
+    assert sum("top_k" in asked for asked in server.asked) == 1, "when it was warmed up"
 
 
 def test_another_text_of_a_server_is_found(server, serve):

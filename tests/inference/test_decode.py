@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draws import occurs
 from faults import config, error_of, truncate, without
 from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
@@ -33,7 +34,7 @@ from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
-from draftsmith.inference.engine.text import decode_text
+from draftsmith.inference.engine.text import answer_text, decode_text
 from draftsmith.inference.evaluation import timing
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
@@ -52,7 +53,7 @@ def test_transformers_ends_where_the_engine_does(target):
     torch.manual_seed(1)
     prompts = [torch.randint(5, 300, (n,)).tolist() for n in (250, 240, 20)]
     ours = SpeculativeDecoder(target).generate(prompts, 14)
-    assert [len(result.tokens) for result in ours] == [6, 14, 14]
+    assert [len(result.tokens) for result in ours] == [6, 14, 13]
     theirs = timing.transformers_method(target, 14)
     assert theirs(prompts) == [result.tokens for result in ours]
     stopping = load_target(target.name)
@@ -354,10 +355,27 @@ def test_a_stop_tokens_text_is_not_written(run_decode, target, tiny_lm, tmp_path
     place = next(place for place in range(3, 9) if full.tokens[place] not in full.tokens[:place])
     folder = shutil.copytree(tiny_lm, tmp_path / "target")
     config = json.loads((folder / "generation_config.json").read_text())
-    config["eos_token_id"] = [config["eos_token_id"], full.tokens[place]]
+    config["eos_token_id"].append(full.tokens[place])
     (folder / "generation_config.json").write_text(json.dumps(config))
     code, out, err = run_decode(f"ngram --target {folder} --prompt 'def f(' --raw --max-new-tokens 9 {options}")
     assert (code, out) == (0, decode_text(target.tokenizer, full.tokens[:place])), err
+
+
+def test_an_answer_ends_where_the_template_ends_it(run_decode, tiny_lm, tmp_path):
+    """Though the generation config has another end token; in a line that says so."""
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    given = "--prompt 'def f(' --max-new-tokens 400 --mode sample --temperature 2 --seed 13"
+    _, wanted, said = run_decode(f"ngram --target {tiny_lm} {given}")
+    _, out, err = run_decode(f"ngram --target {folder} {given}")
+    assert out == wanted and "warning" not in said
+    assert err.count("warning: the chat template ends an answer with <|end|>, which is no eos_token_id") == 1
+    target = load_target(str(tiny_lm))
+    prompt = Prompt([{"role": "user", "content": "def f("}]).encode(target)
+    sampled = timing.engine_options("sample", Sampling(temperature=2.0, seed=13), [prompt])
+    (whole,) = SpeculativeDecoder(target).generate([prompt], 400, stop_ids=frozenset([0]), **sampled)
+    occurs(1 in whole.tokens, "the text would go on")
+    assert out.rstrip("\n") == decode_text(target.tokenizer, whole.tokens[: whole.tokens.index(1)]).rstrip("\n")
 
 
 def test_a_target_without_a_template_continues_text(run_decode, target, plain_target):
@@ -580,17 +598,18 @@ def reports_of(folder, names):
 
 
 def test_two_drafters_two_reports(run_decode, drafter, target, prompts, tmp_path):
-    prompts.write_text(json.dumps({"prompt": "d[:x:]"}) + "\n" + json.dumps({"prompt": "é" * 125}))  # 250 tokens of 256
+    prompts.write_text(json.dumps({"prompt": "d[:x:]"}) + "\n" + json.dumps({"prompt": "ü" * 125}))  # 250 tokens of 256
     options = f"--max-new-tokens 8 --batch-size 2 --check-lossless --show 1 --report {tmp_path}"
     code, out, err = run_decode(f"{drafter} none --prompts {prompts} {options}")
     assert code == 0 and "\nd[:x:]\n" in err, "no markup, no emoji"
-    (result,) = SpeculativeDecoder(target).generate([Prompt("d[:x:]").encode(target)], 8)
-    assert out == decode_text(target.tokenizer, result.tokens)
+    encoded = [Prompt(text).encode(target) for text in ("d[:x:]", "ü" * 125)]
+    result, other = SpeculativeDecoder(target).generate(encoded, 8)
+    assert out == answer_text(target, result.tokens) and len(other.tokens) == 6
     heads, none = reports_of(tmp_path, ("heads", "none"))
     assert (heads["drafter"], heads["tree_nodes"], heads["batch_size"]) == (str(drafter), 6, 2)
     assert (none["drafter"], none["mean_accepted_length"], none["acceptance_per_position"]) == ("none", 1.0, [])
     assert heads["lossless"]["identical"] and none["lossless"]["identical"]
-    assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"] == 8 + 6
+    assert heads["new_tokens"] == none["new_tokens"] == heads["lossless"]["checked"] == len(result.tokens) + 6
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample", "mss"])

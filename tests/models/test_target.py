@@ -90,6 +90,30 @@ def test_stop_ids(make_target, eos, expected):
     assert target.stop_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("after", "eos", "end"),
+    [
+        ("<|end|>\n", 0, {1}),
+        (" <|end|>", None, {1}),
+        ("<|end|>", [0, 1], set()),
+        ("<|assistant|><|end|>", [1], set()),  # Cohere's: two, of which one is known
+        ("", 0, set()),  # GLM's: the next speaker's mark is the end
+        ("\n###", 0, set()),
+        ("{{ raise_exception('no') }}", 0, set()),
+        (None, 0, set()),
+    ],
+)
+def test_the_templates_end_of_an_answer_is_a_stop_id(tiny_lm, after, eos, end):
+    target = load_target(str(tiny_lm))
+    target.model.generation_config.eos_token_id = target.model.config.eos_token_id = eos
+    target.tokenizer.chat_template = after and "{% for m in messages %}{{ m['content'] }}" + after + "{% endfor %}"
+    if after == "":
+        target.tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}{% endfor %}"
+    own = {eos} if isinstance(eos, int) else {*(eos or ())}
+    assert target.template_end == end and target.stop_ids == own | end
+    assert bool(target.end_warning) == bool(end) and ("with <|end|>, which" in target.end_warning) == bool(end)
+
+
 @pytest.fixture
 def folder(make_target, tmp_path):
     """A stored model with a tokenizer."""

@@ -338,12 +338,9 @@ def test_conversations_that_the_target_begins(run, tiny_lm, tmp_path):
     assert Shards(folder).first_turns == [c["messages"][0]["content"] for c in begun]
 
 
-def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_path, monkeypatch):
+def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tmp_path, monkeypatch):
     """The user's turns are those that a search for its text ends; another closing is searched for."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_lm, tmp_path / "chat-lm")
-    stops = load_target(str(tiny_lm)).tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|end|>"])
-    (tmp_path / "chat-lm/generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     asked, searched, serve = [], [], backends.serve_conversations
 
     def noted(decoder, conversations, next_request, *arguments, **named):
@@ -358,7 +355,7 @@ def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_p
 
     monkeypatch.setattr(backends, "serve_conversations", noted)
     decoding = f"decoding={{mode: sample, temperature: 2.0, user_tokens: 96, max_new_tokens: {NEW}}}"
-    options = [decoding, "self_talk=1", "data.seeds.0.source=seeds.jsonl", "target.name=chat-lm"]
+    options = [decoding, "self_talk=1", "data.seeds.0.source=seeds.jsonl"]
     found = lines_of(run("by-id", *options))
     assert {*asked} == {(True,), (False,)}
     turns = {seed.id: seed.turns for seed in read_seeds([Source(source="seeds.jsonl")])[0]}
@@ -370,11 +367,29 @@ def test_where_the_closing_is_a_stop_id_nothing_looks_for_it(run, tiny_lm, tmp_p
     assert lines_of(run("by-text", *options)) == found
     searched.clear()
     asked.clear()
-    run("by-text-2", *options[:-1])
-    assert {*asked} == {(True, "<|end|>"), (False,)}, "not a stop id of this one"
-    asked.clear()
     run("by-def", *options, f"data.template={tmp_path}/turns.jinja")
     assert {*asked} == {(True, "def"), (False,)}
+
+
+def test_answers_end_where_the_template_ends_them(run, tiny_lm, tmp_path, monkeypatch):
+    """Though the generation config has another end token: without a word of the user that the target made up."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_lm, tmp_path / "other-end")
+    (tmp_path / "other-end/generation_config.json").write_text('{"eos_token_id": 0}')
+    options = ["data.seeds.0.source=seeds.jsonl", "decoding={mode: sample, temperature: 2.0, max_new_tokens: 96}"]
+    right = lines_of(run("right", *options))
+    assert "warning" not in run.out
+    reasons = [reason for line in right.values() for reason in json.loads(line)["finish_reason"]]
+    occurs({*reasons} == {"stop", "length"}, "answers that end")
+    assert lines_of(run("other", *options, "target.name=other-end")) == right
+    assert (
+        "warning: the chat template ends an answer with <|end|>, which is no eos_token_id of 'other-end' (those are "
+        "[0]); texts end there as well" in run.out
+    )
+    template = TURNS.replace("{{ m['content'] }}\n{% else", "{{ m['content'] }}<|user|>\n{% else")
+    (tmp_path / "turns.jinja").write_text(template)
+    run("third", *options, "data.template=turns.jinja")
+    assert "ends an answer with <|user|>, which is no eos_token_id" in run.out, "of the recipe's template"
 
 
 def test_a_drafter_changes_nothing(run, tiny_lm, tmp_path, monkeypatch):
@@ -665,6 +680,97 @@ def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
     assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("m", NEW, 0)
 
 
+NO_EFFECT = {
+    **{"top_p": 1, "top_k": -1, "min_p": 0},
+    **{"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+}
+
+
+@pytest.mark.parametrize("options, other", [([], {}), (["decoding.mode=sample", "decoding.top_p=0.9"], {"top_p": 0.9})])
+def test_every_sampling_parameter_is_stated(ask, server, options, other):
+    """Or servers take them from the model's generation_config.json, at temperature 0 too."""
+    folder = ask("whole", "data.seeds.0.limit=2", *options)
+    for _, asked, _, _ in server.requests:
+        assert {name: asked[name] for name in NO_EFFECT} == NO_EFFECT | other
+    assert "not_sent" not in json.loads((folder / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "refused, answer, left_out",
+    [
+        (["top_k"], (400, b"x" * 500 + b" Unrecognized request argument supplied: top_k"), ["top_k"]),
+        (["min_p"], (403, b'{"loc": ["body", "min_p"], "msg": "Extra inputs are not permitted"}'), ["min_p"]),
+        (["min_p", "presence_penalty"], None, ["min_p", "presence_penalty"]),  # the first that is there, then the other
+        (["top_k"], (400, b"invalid request"), ["min_p", "repetition_penalty", "top_k"]),
+        (["min_p"], (422, b""), ["min_p", "repetition_penalty", "top_k"]),
+    ],
+)
+def test_what_a_server_refuses_is_left_out(ask, server, tmp_path, refused, answer, left_out):
+    def plan(asked):
+        there = [name for name in refused if name in asked]
+        return (answer or (400, f"no {there[0]}".encode())) if there else "fine"
+
+    server.plan = plan
+    folder = ask("whole", "endpoint.concurrency=1", "data.seeds.0.limit=5")
+    said = f"warning: http://127.0.0.1:{server.server_port}/v1/ refuses {', '.join(left_out)}: not sent any more"
+    assert ask.out.count("warning: ") == 1 and said in ask.out
+    assert counts_of(folder)["done"] == 5
+    turns = sum(1 + n % 3 for n in range(5))
+    assert len(server.requests) == turns + (len(refused) if answer is None else 1), "it is not asked with them again"
+    assert NO_EFFECT.keys() - server.requests[-1][1].keys() == {*left_out}
+    server.plan = lambda asked: "fine"
+    make_seeds(tmp_path / "seeds.jsonl", 6)
+    ask("whole", "data.seeds.0.limit=5")
+    assert json.loads((folder / "manifest.json").read_text())["not_sent"] == left_out, "by the first command"
+
+
+def told(message, finish_reason="stop"):
+    return 200, json.dumps({"choices": [{"message": message, "finish_reason": finish_reason}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "message, finish_reason, reason",
+    [
+        ({"content": None, "reasoning_content": "Let me see"}, "length", "cut while thinking"),
+        ({"content": "", "reasoning": "Let me see"}, "length", "cut while thinking"),
+        ({"content": None, "reasoning_content": "Let me see"}, "stop", "empty answer"),
+        ({"content": None}, "stop", "empty answer"),
+        ({"content": " \n"}, "stop", "empty answer"),
+        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls", "tool calls"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "stop", "parts other than text"),
+        ({"content": "It is a"}, "content_filter", "broken off"),
+    ],
+)
+def test_what_is_no_answer_is_asked_once(ask, server, tmp_path, message, finish_reason, reason):
+    server.plan = lambda asked: told(message, finish_reason)
+    said = ask.refused("whole", "data.seeds.0.limit=1", code=1)
+    assert len(server.requests) == 1 and f"{reason} 1 times" in said and not lines_of(tmp_path / "whole")
+    assert ("a larger decoding.max_new_tokens" in said) == ("enable_thinking" in said) == (reason[:3] == "cut")
+    (line,) = (tmp_path / "whole/failures.jsonl").read_text().splitlines()
+    assert ("Let me see" in line) == any("reasoning" in name for name in message)
+
+
+def test_an_answer_that_the_server_ended_is_asked_for_again(ask, server):
+    answers = iter([told({"content": "It"}, "abort"), told({"content": "It is"}, "error")])
+    server.plan = lambda asked: next(answers, "fine")
+    folder = ask("whole", "data.seeds.0.limit=1")
+    assert len(server.requests) == 3 and counts_of(folder)["done"] == 1
+
+
+def test_reasoning_is_kept_beside_the_answer(ask, server, tmp_path):
+    """Not in what is asked next: servers' templates drop it, or they refuse it."""
+    (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": ["a", "b"]}) + "\n")
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    answers = iter([{"content": "42", "reasoning_content": "6 × 7"}, {"content": parts, "tool_calls": None}])
+    server.plan = lambda asked: told(next(answers))
+    (line,) = lines_of(ask("whole")).values()
+    assert [m for m in json.loads(line)["messages"] if m["role"] == "assistant"] == [
+        {"role": "assistant", "content": "42", "reasoning_content": "6 × 7"},
+        {"role": "assistant", "content": "42"},
+    ]
+    assert [m.keys() for m in server.requests[1][1]["messages"]] == [{"role", "content"}] * 3
+
+
 def test_nobody_answers_what_is_left(ask, server, tmp_path):
     """Done before or not: a run that gets no answer fails, also if one prompt has only itself to blame."""
     plan = {"1": "fine", "2": (400, b"context length"), "3": (500, b"gone")}
@@ -718,7 +824,7 @@ def test_sampled_requests_carry_their_own_seeds(ask, server):
         ((302, b"", (("Location", "/else"),)), 1, "http 302"),
         ((400, b"the maximum context length is 9"), 1, "too long"),
         ((400, b"request (12 tokens) exceeds the available context size (9 tokens)"), 1, "too long"),  # llama.cpp
-        ((400, b"bad temperature"), 1, "http 400"),
+        ((400, b"bad temperature"), 2, "http 400"),  # the second time with the parameters of OpenAI's protocol alone
     ],
 )
 def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reason):

@@ -66,7 +66,7 @@ def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeyp
 def test_families_without_a_lean_decoder(run_main, run_decode, report_of, prompts, target, tmp_path):
     """``lean`` is an error; by default the model's own modules run, and the report has the reason."""
     folder = tmp_path / "gpt2"
-    config = GPT2Config(vocab_size=target.vocab_size, n_embd=32, n_layer=1, n_head=4)
+    config = GPT2Config(vocab_size=target.vocab_size, n_embd=32, n_layer=1, n_head=4, eos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     given = f"none --target {folder} --prompts {prompts} --max-new-tokens 3 --baseline none --dtype float32"

@@ -19,6 +19,7 @@ SAMPLINGS = {
     "plain": Sampling(),
     "cut": Sampling(temperature=0.7, top_k=4, top_p=0.9),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.8),
+    "min_p": Sampling(min_p=0.2, repetition_penalty=1.3, top_k=5000),
 }
 
 

@@ -78,6 +78,28 @@ def test_stop_strings_end_where_they_are_complete(tokenizer):
     assert len(found) > 500 and max(found) > 50
 
 
+def test_splits_of_a_text_with_a_stop_inside(tokenizer):
+    """Characters of several bytes, an emoji of three with joiners, a line separator, right to left; as an answer comes,
+    some tokens at a time, up to a stop string, which may be U+FFFD: a character that lacks some of its bytes."""
+    rng, stopped = random.Random(4), 0
+    characters = [*"A 世a👩‍👩‍👧é\u2028 ב"]
+    for number in range(2000):
+        text = "".join(characters[number % 2 * rng.randrange(9) :] + rng.choices(characters, k=rng.randrange(6)))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        stop = rng.choice(["👩", "\u200d👧", "é\u2028", "\ufffd", "nowhere"])
+        stream, shown, end, before = TextStream(tokenizer), "", 0, 0
+        while not end and before < len(tokens):
+            new = tokens[before : before + rng.randrange(1, 7)]
+            end = stop_string_end(tokenizer, tokens[: before + len(new)], before, [stop])
+            shown += stream.add(tokens[before : end or before + len(new)])
+            before += len(new)
+        stopped += bool(end)
+        whole = tokens[: end or len(tokens)]
+        assert shown + stream.end() == decode_text(tokenizer, whole), (text, stop)
+        assert not end or (stop in tokenizer.decode(whole) and stop not in tokenizer.decode(whole[:-1]))
+    assert 500 < stopped < 1700
+
+
 def test_text_comes_as_it_is_settled(tiny_lm):
     """Nothing but an incomplete character is held back."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
