@@ -195,7 +195,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
         name, revision=revision, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=trust_remote_code
     )
     check_target(folder, config, target)
-    if config["target"].get("adapter") and target.fingerprint != merged:
+    if config["target"].get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     if isinstance(drafter, Eagle) and drafter.config.version == 3 and c.projection == "shared" and biased:

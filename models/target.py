@@ -43,6 +43,8 @@ from draftsmith.models.stored import (
     check_safetensors,
     config_of,
     fingerprint,
+    in_background,
+    older_fingerprint,
     resolve_folder,
     stored_dtype,
     with_safetensors,
@@ -77,6 +79,7 @@ class Target:
 
     ``fingerprint`` is empty for a model that was never stored (tests). With a trained adapter it covers both; then
     ``adapter`` is the adapter's folder inside the drafter's, ``merged_fingerprint`` that of both stored as one model.
+    ``older_fingerprint`` is what earlier versions would have taken for ``fingerprint``.
     """
 
     model: PreTrainedModel
@@ -86,6 +89,7 @@ class Target:
     revision: str | None = None
     adapter: str | None = None
     merged_fingerprint: str | None = None
+    older_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -217,6 +221,11 @@ class Target:
             yield
         finally:
             self.model.set_attn_implementation(before)
+
+    def is_known_as(self, *fingerprints: str | None) -> bool:
+        """Whether one of these fingerprints, which a drafter or a run has kept, is this target's."""
+        own = {self.fingerprint, self.older_fingerprint or self.fingerprint}
+        return not own.isdisjoint(fingerprints)
 
     def describe(self) -> dict[str, str | None]:
         """The field ``target`` of a drafter's config."""
@@ -487,6 +496,7 @@ def load_target(
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL or sys.stderr is None or not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would only flash, or fill a file
+    identity = in_background(lambda: (fingerprint(folder), older_fingerprint(folder)))  # reads what is loaded meanwhile
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":
@@ -517,7 +527,8 @@ def load_target(
                 f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
                 f"{', '.join(map(str, sorted(widths)))}; use target.quantize=8bit"
             )
-    target = Target(model, tokenizer, name, fingerprint(folder), revision)
+    found, older = identity()
+    target = Target(model, tokenizer, name, found, revision, older_fingerprint=older)
     _check_tokenizer(folder, tokenizer, target.vocab_size)
     if say:
         for line in describe(device, chosen):

@@ -17,9 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from draftsmith.common.files import read_json, write_json
+from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
+from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
 
@@ -60,7 +61,7 @@ def hidden_states(
         request |= {"dtype": str(dtype), "shape": list(shape), "batch_size": batch_size}
         request |= {"captures": list(captures)} if captures else {}
         with accelerator.main_process_first():
-            reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
+            reusable = stored.exists() and was_asked(stored.with_suffix(".json"), request, target.older_fingerprint)
             if not reusable:
                 _check(what, needed, free, where)
                 if accelerator.is_main_process:
@@ -139,10 +140,3 @@ def _check(what: str, needed: int, free: int, where: str) -> None:
             f"cache_hidden: {what} {where}, and {free / 1e9:.1f} GB are free; set cache_hidden=none, or fewer rows "
             "(data.train.0.limit)"
         )
-
-
-def _read(path: Path) -> object:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None

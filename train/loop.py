@@ -27,7 +27,7 @@ from draftsmith.common.files import append, parse_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
 from draftsmith.models import precision
-from draftsmith.models.stored import resolve_folder, stored_dtype
+from draftsmith.models.stored import difference, resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.page import TrainingPage
@@ -120,6 +120,7 @@ class RunState(Generic[R]):
     small: it is the tiny form of a recipe.
     dry: it is of --dry-run, and its folder is deleted in the end.
     fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
+    older_fingerprint: the same target's by earlier versions.
     best: highest value of the stage's selection metric so far.
     step: over all stages.
     first: the step at which the stage began.
@@ -136,6 +137,7 @@ class RunState(Generic[R]):
     small: bool = False
     dry: bool = False
     fingerprint: str = ""
+    older_fingerprint: str = ""
     trackers: Trackers | None = None
     page: TrainingPage | None = None
     best: float = -math.inf
@@ -374,10 +376,11 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     name, stages = stage.name, [each.name for each in run.recipe.stages]
     last = checkpoint.checkpoints(run.checkpoints)[-1]
     state = checkpoint.read_state(last)
-    if state.get("target", run.fingerprint) != run.fingerprint:  # older ones have none
+    trained_for = str(state.get("target", run.fingerprint))  # older ones have none
+    if trained_for not in (run.fingerprint, run.older_fingerprint or run.fingerprint):
         raise ValueError(
-            f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
-            f"{run.fingerprint[:12]}…); set target back, or --restart"
+            f"{last}: it was trained for another target: {difference(trained_for, run.fingerprint)}; set target back, "
+            "or --restart"
         )
     step = state["step"] - run.first
     if state["stage"] not in stages or (state["stage"] == name and step > stage.num_steps):

@@ -275,6 +275,7 @@ REFUSED = {
     "no shard": (and_then(in_shards, gone("model-00002-of-00002.safetensors")),
                  "model-00002-of-00002.safetensors: missing, but model.safetensors.index.json lists it"),
     "no index": (and_then(in_shards, gone("model.safetensors.index.json")), "but no *.index.json that lists it"),
+    "adapter beside a model": (text("adapter_config.json", b"{}"), "both a whole model (model.safetensors) and an"),
     "adapter": (and_then(gone("model.safetensors"), text("adapter_config.json", b"{}")), "this is an adapter without"),
     # a damaged file
     "empty": (text("model.safetensors", b""), UNREADABLE),

@@ -1,6 +1,7 @@
 """Targets: logits of every family, stored folders, fingerprints, and what is no target."""
 
 import json
+import os
 import sys
 import time
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from draftsmith.models import stored
 from draftsmith.models import target as target_module
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target, load_target
@@ -103,7 +105,7 @@ def folder(make_target, tmp_path):
 def test_load_target(folder, make_target):
     target = load_target(str(folder))
     made = make_target("llama")
-    assert target.fingerprint == fingerprint(folder) and len(target.fingerprint) == 64
+    assert target.fingerprint == fingerprint(folder) and len(target.fingerprint) == 72
     known = {"name_or_path": str(folder), "revision": None, "model_type": "llama"}
     assert target.describe() == known | {"fingerprint": target.fingerprint}
     tokens = torch.tensor(TOKENS)
@@ -233,6 +235,58 @@ def test_fingerprint_changes_with_the_weights(folder, name, change):
     weight = weights.pop(name)
     save_file(weights | ({name: change(weight)} if change else {}), folder / "model.safetensors")
     assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.9999], ids=["first", "middle", "last"])
+def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
+    """One byte of a tensor, in place, with size and time of modification as before; whether hashes are kept or not."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    monkeypatch.setattr(stored, "_SETTLED", 0)
+    before, file = fingerprint(folder), folder / "model.safetensors"
+    data, header = stored.safetensors_header(file)
+    monkeypatch.setattr(stored, "safetensors_header", None)
+    assert fingerprint(folder) == before, "of the hashes that are kept"
+    monkeypatch.undo()
+    begin, end = header["model.layers.1.mlp.down_proj.weight"]["data_offsets"]
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    with file.open("r+b") as stream:
+        stream.seek(data + begin + int(place * (end - begin)))
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=times)
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    said = stored.difference(before, fingerprint(folder))
+    assert said.startswith("other weights (fingerprint ")
+
+
+def test_hashes_of_a_file_just_written_are_not_kept(folder, monkeypatch, tmp_path):
+    """It may be written again within the same tick of the clock."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    fingerprint(folder)
+    assert not list(tmp_path.glob("cache/hashes/*"))
+    monkeypatch.setattr(stored, "_SETTLED", 0)
+    fingerprint(folder)
+    assert len(list(tmp_path.glob("cache/hashes/*"))) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))  # nothing can be kept there
+    assert fingerprint(folder) == fingerprint(folder)
+
+
+def test_what_differs_is_named(folder):
+    whole = fingerprint(folder)
+    edit(folder, lambda c: c.update(rms_norm_eps=1e-3))
+    other = fingerprint(folder)
+    assert stored.difference(whole, other) == "the same weights with another config.json"
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert stored.difference(other, fingerprint(folder)) == "the same weights with another tokenizer"
+    assert stored.difference(whole, fingerprint(folder)) == "the same weights with another config.json and tokenizer"
+    assert stored.difference("a" * 64, whole).startswith(
+        "other weights, config or tokenizer (fingerprint aaaaaaaaaaaa… ≠ "
+    )
 
 
 def test_fingerprint_changes_with_config_and_tokenizer(folder):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from faults import limited
 
+from draftsmith.common.files import read_json, write_json
 from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.target import Target
@@ -59,6 +60,15 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     assert len(calls) == 3 + len(rows) and torch.equal(again, kept)
     monkeypatch.undo()
     assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
+    described = stored.with_suffix(".json")
+    write_json(described, read_json(described) | {"target": "older"})
+    target.fingerprint, target.older_fingerprint = "newer", "older"
+    made = len(calls)
+    monkeypatch.setattr(Target, "hidden", counted)
+    for _ in range(2):
+        assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1))
+    assert len(calls) == made + 2 and read_json(described)["target"] == "newer", "known by the older fingerprint"
+    monkeypatch.undo()
     other = make_target("qwen3")
     other.fingerprint = "another"
     moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)

@@ -24,6 +24,7 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.stored import older_fingerprint
 from draftsmith.models.training import training_of
 from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little
@@ -444,11 +445,16 @@ def test_another_target_is_refused(whole, train, tiny_lm, tmp_path):
     model = train("its-own", "stages.0.steps=1") / "model.safetensors"
     before = model.read_bytes()
     said = train.refused("its-own", "stages.0.steps=2", f"target.name={other}", "--resume")
-    assert "checkpoints/step-1: it was trained for another target (fingerprint " in said
+    assert "checkpoints/step-1: it was trained for another target: other weights (fingerprint " in said
     assert model.read_bytes() == before
     said = train.refused("other", f"init_from={whole}", "stages.0.steps=1", f"target.name={other}")
     assert said.startswith(f"error: {whole}: this drafter was trained for target '{tiny_lm}', not for ")
     assert "same shape, other weights (fingerprint " in said
+    state = train.recipe.parent / "its-own/checkpoints/step-1/state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {"target": older_fingerprint(tiny_lm)}))
+    train("its-own", "stages.0.steps=2", "--resume")
+    assert json.loads((state.parents[1] / "step-2/state.json").read_text())["target"] == content["target"]
 
 
 def test_a_quantized_target(whole, train):

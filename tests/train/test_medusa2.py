@@ -512,6 +512,6 @@ def test_another_adapter_is_another_target(whole, train, run_main, tmp_path):
     next(iter(weights.values())).flatten()[0] += 1e-3
     save_file(weights, path, {"format": "pt"})
     code, _, err = run_main(decode.main, changed, "--prompt", "x")
-    assert code == 2 and "same shape, other weights (fingerprint " in err and err.count("\n") == 2
+    assert code == 2 and "same shape, other weights, config or tokenizer (fingerprint " in err and err.count("\n") == 2
     said = train.refused("plain", f"init_from={whole}", "stages.0.steps=1")
-    assert "same shape, other weights (fingerprint " in said
+    assert "same shape, other weights, config or tokenizer (fingerprint " in said
