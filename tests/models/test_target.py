@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 
@@ -10,7 +11,7 @@ import torch
 from made import config_of, edit
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from draftsmith.models import stored
@@ -117,7 +118,7 @@ def test_load_target(folder, make_target):
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 @torch.no_grad()
-def test_quantized(make_target, folder, bits):
+def test_quantized(make_target, folder, bits, tmp_path):
     """Close to the weights they were made from, and not the same; the fingerprint is that of what is stored."""
     make_target("llama", hidden_size=64, intermediate_size=128).model.save_pretrained(folder)
     tokens = torch.tensor(TOKENS)
@@ -125,7 +126,39 @@ def test_quantized(make_target, folder, bits):
     expected, got = plain.logits(plain.hidden(tokens)), small.logits(small.hidden(tokens)).float()
     error = float((got - expected).norm() / expected.norm())
     assert 1e-4 < error < (0.5 if bits == "4bit" else 0.1)
-    assert small.fingerprint == plain.fingerprint
+    assert small.fingerprint == plain.fingerprint and small.quantized and not plain.quantized
+    method = BitsAndBytesConfig(load_in_4bit=bits == "4bit", load_in_8bit=bits == "8bit", bnb_4bit_quant_type="nf4")
+    not_run = AutoModelForCausalLM.from_pretrained(folder, quantization_config=method)  # a forward pass repacks them
+    not_run.save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "small")
+    again = load_target(str(tmp_path / "small"))
+    assert again.quantized and torch.equal(again.logits(again.hidden(tokens)).float(), got)
+    with pytest.raises(
+        ValueError, match=r"stored quantised \(bitsandbytes\), and they are not quantised twice; leave out"
+    ):
+        load_target(str(tmp_path / "small"), quantize="8bit")
+
+
+@torch.no_grad()
+def test_stored_in_fp8(make_target, folder):
+    """On a CPU transformers dequantises it; the target is then no quantised one."""
+    make_target("llama", hidden_size=64, intermediate_size=128).model.save_pretrained(folder)
+    tokens, plain = torch.tensor(TOKENS), load_target(str(folder))
+    stored = dict[str, torch.Tensor]()
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "_proj" in name:
+            blocks = weight.view(weight.shape[0] // 32, 32, -1, 32)
+            scale = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    edit(folder, lambda config: config.update(quantization_config=method))
+    target = load_target(str(folder))
+    expected, got = plain.hidden(tokens), target.hidden(tokens)
+    assert not target.quantized and 1e-4 < float((got - expected).norm() / expected.norm()) < 0.3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
