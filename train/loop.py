@@ -403,6 +403,13 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
+        rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)
+        if not math.isclose(before := state.get("lr", rate), rate, rel_tol=1e-6):  # older ones have none
+            console.print(
+                f"  the learning rate goes on from {rate:.3g}, not from {before:.3g}: steps, seconds or optim are not "
+                "those that the checkpoint was written with",
+                style="yellow",
+            )
     return step
 
 
@@ -436,6 +443,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         state |= {"used": run.used} if stage.seconds else {}
+        state |= {"lr": learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)}  # the next one
         if not zero_2:
             sharded.forget(run.checkpoints)
         checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)
