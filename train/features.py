@@ -44,8 +44,8 @@ def hidden_states(
         captures: layers whose inputs follow the last hidden state.
 
     Raises:
-        ValueError: there is no room for them (nothing was written then), or what an earlier run kept is not what the
-            target makes.
+        ValueError: there is no room for them (nothing was written then), some are not finite, or what an earlier run
+            kept is not what the target makes.
     """
     shape = (len(rows), rows.length, target.hidden_size * (1 + len(captures)))
     needed, free = math.prod(shape) * dtype.itemsize, _free(stored)
@@ -85,6 +85,13 @@ def hidden_states(
         place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
         batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
         made = target.features(batch["tokens"].long(), captures, batch.get("positions"))
+        wrong = (~made.to(dtype).isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+        if wrong:
+            numbers = ", ".join(str(place.start + row) for row in wrong)
+            raise ValueError(
+                f"cache_hidden: the target's hidden states of row {numbers} are not finite in {dtype}; set "
+                "target.dtype to bfloat16 or float32"
+            )
         return slice(place.start, place.stop), made
 
     if reused:

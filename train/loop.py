@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,6 +309,9 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     totals[key] = totals.get(key, 0) + value
             norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
+                _check_features(
+                    run, original, batches, f"{stage.name}: step {run.step + 1}, {samples.describe(numbers)}"
+                )
                 raise FloatingPointError(
                     f"{stage.name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
                     f"{run.step + 1} on {samples.describe(numbers)}; "
@@ -339,6 +342,36 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
                 break
     accelerator.free_memory()
+
+
+@torch.no_grad()
+def _check_features(run: RunState[Any], module: nn.Module, batches: Sequence[Batch], where: str) -> None:
+    """Find out whether a loss is not finite because of what the frozen target makes of the batches.
+
+    Raises:
+        FloatingPointError: it is.
+    """
+    target = getattr(module, "target", None)
+    if target is None or sharded.spreads():  # a forward pass of a part of it is no process's own business
+        return
+    from draftsmith.models.adapter import switched_off  # imports peft
+
+    found = torch.zeros(2, device=run.accelerator.device)  # numbers of batches: kept, and made now
+    with switched_off(target.model), run.autocast():
+        for batch in batches:
+            made = target.features(batch["tokens"].long(), getattr(module, "captures", ()), batch.get("positions"))
+            found += torch.stack([~batch.get("hidden", made).isfinite().all(), ~made.isfinite().all()])
+    kept, now = (float(count) for count in run.accelerator.reduce(found, "sum"))  # every process comes here at once
+    if now:
+        raise FloatingPointError(
+            f"{where}: the target's hidden states are not finite in {target.dtype}; set target.dtype to bfloat16 or "
+            "float32, or leave these rows out"
+        )
+    if kept:
+        raise FloatingPointError(
+            f"{where}: the hidden states in {run.folder / 'features'} are not finite, and the target makes others; "
+            "delete that folder, then --resume"
+        )
 
 
 class _Meter:

@@ -76,6 +76,21 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
 
 
 @torch.no_grad()
+def test_what_overflows_is_not_kept(make_target, rows, accelerator, tmp_path, monkeypatch):
+    """Not even where it does so only in the dtype in which it is kept."""
+    target, hidden = make_target("llama"), Target.hidden
+
+    def large(self, tokens, positions=None):
+        return hidden(self, tokens, positions).index_fill(0, torch.tensor([1]), 1e5)
+
+    monkeypatch.setattr(Target, "hidden", large)
+    hidden_states(target, rows, torch.float32, accelerator, tmp_path / "0.bin", 5)
+    with pytest.raises(ValueError, match=r"hidden states of row 1 are not finite in torch\.float16; set target\.dtype"):
+        hidden_states(target, rows, torch.float16, accelerator, tmp_path / "1.bin", 5)
+    assert not torch.from_file(str(tmp_path / "1.done"), size=1, dtype=torch.uint8).any()
+
+
+@torch.no_grad()
 def test_captured_layers_are_kept_too(make_target, rows, accelerator, tmp_path):
     """In the order in which they are asked for; another order, or none, is another file."""
     target, stored = make_target("llama"), tmp_path / "0.bin"

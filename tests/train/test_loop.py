@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -561,6 +562,31 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     saved = checkpoint.read_tensors(last)
     assert saved.keys() == {"embed.weight", "out.weight", "out.bias"}
     assert all(torch.equal(saved[name], weights(toy)[name]) for name in saved)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_target_that_overflows_is_named(tmp_path, kept):
+    """Its rows and its dtype, not the learning rate; where only kept hidden states are damaged, their folder."""
+
+    def features(tokens, captures, positions):
+        return tokens[..., None].float() * (
+            float("inf") if not kept and int(tokens[0, 0]) == int(sample(16)["tokens"][0]) else 1
+        )
+
+    def poisoned(numbers: range) -> dict[str, torch.Tensor]:
+        batch = samples(numbers) | {"hidden": torch.zeros(len(numbers), LENGTH, 1)}
+        if 18 in numbers:  # the fifth step
+            batch["poison"] *= float("nan")
+            batch["hidden"][1, 2] = float("nan")
+        return batch if kept else {name: part for name, part in batch.items() if name != "hidden"}
+
+    toy = Toy()
+    toy.__dict__["target"] = SimpleNamespace(model=nn.Linear(1, 1), dtype=torch.float16, features=features)
+    said = "toy: step 5, 16 to 19: the target's hidden states are not finite in torch.float16; set target.dtype to "
+    if kept:
+        said = r"toy: step 5, 16 to 19: the hidden states in .*/features are not finite, and .*; delete that folder"
+    with pytest.raises(FloatingPointError, match=said):
+        fit(job(tmp_path), toy, stage(), poisoned)
 
 
 def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
