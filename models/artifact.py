@@ -390,8 +390,8 @@ def renew_fingerprint(folder: Path, target: Target) -> None:
     fingerprint of an earlier version. Raises OSError: it cannot be written."""
     for file in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
         config = json_object(file, "drafter config")
-        known = config.get("target") if "drafter_type" in config else None
-        for name, value in known.items() if known else ():
+        known: dict[str, Any] = config.get("target", {}) if "drafter_type" in config else {}
+        for name, value in known.items():
             if value and value == target.older_fingerprint != target.fingerprint:
                 write_json(file, config | {"target": known | {name: target.fingerprint}})
                 say(f"{file}: its target's fingerprint was of an earlier version, which saw less of it; it is renewed")

@@ -183,7 +183,7 @@ def open_source(name: str, to: str, target_name: str | None = None, trust_remote
             target_config: Any = AutoConfig.from_pretrained(stored, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises many types for wrong fields
             raise ValueError(f"{stored}/config.json: transformers refuses it ({first_line(error)})") from None
-        if c.version == 3 and _scales_embeddings(target_config):
+        if isinstance(drafter, Eagle) and _scales_embeddings(target_config):
             stored, needed = resolve_folder(name, revision), True  # for the check of what the drafter reads
         for field in ("hidden_size", "vocab_size"):
             if (size := getattr(target_config.get_text_config(), field)) != getattr(c, field):
@@ -211,7 +211,8 @@ def _scales_embeddings(config: Any) -> bool:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return False  # a model with its own code
     with torch.device("meta"):
-        return type(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).get_input_embeddings()) is not nn.Embedding
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return type(family(config).get_input_embeddings()) is not nn.Embedding
 
 
 def export(

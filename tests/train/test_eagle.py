@@ -367,7 +367,7 @@ def test_plans_count_what_trains(recipe, tiny_lm, make_target):
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "opt", "phi", "stablelm", "cohere"])
 def test_families_with_other_names(make_target, tiny_lm, train, run_main, tmp_path, family, version):
-    """Whatever they call embeddings and layers, a run ends with a drafter. Tests of decoding have these families too."""
+    """Whatever they call embeddings and layers, a run ends with a drafter. Tests of decoding have them too."""
     make_target(family, vocab_size=300).model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(tmp_path)
     one = ("stages.0.steps=1", f"target.name={tmp_path}", *VERSIONS[version])
