@@ -28,10 +28,13 @@ def remove_own(folder: Path) -> None:
             path.unlink()
 
 
-def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Shards":
+def open_shards(
+    folder: Path, decides: Mapping[str, Any], restart: bool, older: Mapping[str, Any] | None = None
+) -> "Shards":
     """Open a run's folder with the conversations that are in it already.
     ``decides``: all settings that the answers depend on, by the recipe's fields.
     ``restart``: delete the conversations.
+    ``older``: what earlier versions wrote for some of the settings.
     Raises ValueError: the folder holds another kind of run, or answers to another recipe."""
     manifest = folder / "manifest.json"
     if not manifest.exists():
@@ -48,6 +51,7 @@ def open_shards(folder: Path, decides: Mapping[str, Any], restart: bool) -> "Sha
         remove_own(folder)
         return Shards(folder)
     changed = [name for name in {**before, **decides} if before.get(name) != decides.get(name)]
+    changed = [name for name in changed if name not in (older or {}) or before.get(name) != (older or {})[name]]
     if changed:
         values = (json.dumps(d.get(changed[0]), ensure_ascii=False)[:100] for d in (before, decides))
         raise ValueError(

@@ -106,7 +106,7 @@ from draftsmith.inference.engine.runner import find_lean
 from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import device_name
+from draftsmith.models.artifact import device_name, renew_fingerprint
 from draftsmith.models.target import Target, check_safetensors, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -649,6 +649,7 @@ def calibrate(
     options, lean = target_arguments(args), DECODERS[args.decoder]
     data = {} if given else read_held_out(folder)
     target = target_of(folder, config, load_target(target_name, **options))
+    renew_fingerprint(folder, target)
     texts = encode_prompts(given, target)
     rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
     random.Random(0).shuffle(rows)

@@ -57,7 +57,7 @@ def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], b
     if first != second:
         raise ValueError(
             f"{b['path']}: its target is '{b['target']}' ({second[:12]}), that of {a['path']} '{a['target']}' "
-            f"({first[:12]}); compare reports of the same target"
+            f"({first[:12]}); compare reports of the same target" + ", of one version" * (len(first) != len(second))
         )
     keys = [{*keys_of(each)} for each in (a, b)]
     common = len(keys[0] & keys[1])

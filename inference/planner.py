@@ -300,7 +300,7 @@ def planned_drafter(
         needed = {"batch", "context", "drafter", "speedup"}
         if not isinstance(cells, list) or not cells or any(needed - {*cell} for cell in cells) or "target" not in facts:
             raise ValueError(f"{plan}: is no plan of inference/planner.py")
-        if facts["target"]["fingerprint"] != target.fingerprint:
+        if not target.is_known_as(facts["target"]["fingerprint"]):
             raise ValueError(f"{plan}: is for target '{facts['target']['name_or_path']}', not '{target.name}'")
 
     def distance(cell: dict[str, Any]) -> float:

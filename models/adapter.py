@@ -98,12 +98,13 @@ def write_adapter(folder: Path, target: Target, dtype: str = "float32") -> None:
         weights = {f"base_model.model.{name}": weight for name, weight in trained.items()}
         save_tensors(in_dtype(weights, dtype), temporary / "adapter_model.safetensors")
         config.save_pretrained(temporary)
-    target.fingerprint, target.adapter = _fingerprint(target, folder / FOLDER), FOLDER
+    target.fingerprint, target.adapter = _together(target.fingerprint, folder / FOLDER), FOLDER
+    target.older_fingerprint = ""
 
 
-def _fingerprint(target: Target, folder: Path) -> str:
+def _together(fingerprint: str, folder: Path) -> str:
     """Fingerprint of a target, as stored, together with an adapter."""
-    digest = hashlib.sha256(target.fingerprint.encode())
+    digest = hashlib.sha256(fingerprint.encode())
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
@@ -119,7 +120,7 @@ def merge_adapter(target: Target, folder: Path) -> Target:
         raise FileNotFoundError(f"{folder}: no adapter_model.safetensors here; fetch or train the drafter again")
     check_safetensors(folder)
     modules = json_object(folder / "adapter_config.json", "adapter config").get("target_modules") or []
-    together = _fingerprint(target, folder)
+    together, older = (_together(each, folder) for each in (target.fingerprint, target.older_fingerprint))
     if "lm_head" in modules:
         untie(target)
     try:
@@ -127,7 +128,7 @@ def merge_adapter(target: Target, folder: Path) -> Target:
             merged = PeftModel.from_pretrained(target.model, str(folder)).merge_and_unload()  # type: ignore[operator]
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder}: this adapter does not fit target '{target.name}' ({first_line(error)})") from None
-    return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER)
+    return Target(merged, target.tokenizer, target.name, together, target.revision, FOLDER, older_fingerprint=older)
 
 
 def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_template: bool = False) -> Target:
@@ -137,7 +138,7 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_t
     Raises FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged."""
     wanted = config["target"]
     trained = (wanted.get("fingerprint"), wanted.get("merged_fingerprint"))
-    if wanted.get("adapter") and target.fingerprint not in trained:
+    if wanted.get("adapter") and not target.is_known_as(*trained):
         target = merge_adapter(target, folder / str(wanted["adapter"]))
     check_target(folder, config, target)
     tokenizer = target.tokenizer

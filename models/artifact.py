@@ -28,7 +28,16 @@ from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
 from draftsmith.models.card import MEASURED, measured, named
-from draftsmith.models.stored import check_safetensors, drafter_config, fingerprint, resolve_folder, save_tensors
+from draftsmith.models.precision import say
+from draftsmith.models.stored import (
+    check_safetensors,
+    difference,
+    drafter_config,
+    fingerprint,
+    older_fingerprint,
+    resolve_folder,
+    save_tensors,
+)
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab
 
@@ -307,7 +316,7 @@ def part_folders(folder: Path) -> list[str]:
     merged = config["target"].get("merged_fingerprint")
     for other in folder.glob("*/config.json") if merged else ():
         with contextlib.suppress(OSError, ValueError):  # damaged, so not the merged target
-            if fingerprint(other.parent) == merged:
+            if merged in (fingerprint(other.parent), older_fingerprint(other.parent)):
                 names.add(other.parent.name)
     return sorted(name for name in names if name and (folder / name).is_dir())
 
@@ -369,8 +378,20 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
             f"{wrong}: its config.json has no target.fingerprint, which says for which weights it was trained; "
             "fetch or train it again"
         )
-    if target.fingerprint not in (stored, *([merged] if merged else [])):
+    if not target.is_known_as(stored, *([merged] if merged else [])):
         raise ValueError(
-            f"{wrong}: same shape, other weights (fingerprint {stored[:12]}… ≠ {target.fingerprint[:12]}…); "
+            f"{wrong}: same shape, {difference(stored, target.fingerprint)}; "
             f"train one for it, or pass --target {trained_for}"
         )
+
+
+def renew_fingerprint(folder: Path, target: Target) -> None:
+    """Write a drafter's config.json anew, with a line, where it and its parts name this target, whose they are, by the
+    fingerprint of an earlier version. Raises OSError: it cannot be written."""
+    for file in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
+        config = json_object(file, "drafter config")
+        known: dict[str, Any] = config.get("target", {}) if "drafter_type" in config else {}
+        for name, value in known.items():
+            if value and value == target.older_fingerprint != target.fingerprint:
+                write_json(file, config | {"target": known | {name: target.fingerprint}})
+                say(f"{file}: its target's fingerprint was of an earlier version, which saw less of it; it is renewed")

@@ -107,8 +107,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
@@ -210,24 +210,36 @@ def open_source(
             target_config: Any = AutoConfig.from_pretrained(stored, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises many types for wrong fields
             raise ValueError(f"{stored}/config.json: transformers refuses it ({first_line(error)})") from None
+        if isinstance(drafter, Eagle) and _scales_embeddings(target_config):
+            stored, needed = resolve_folder(name, revision), True  # for the check of what the drafter reads
         for field in ("hidden_size", "vocab_size"):
             if (size := getattr(target_config.get_text_config(), field)) != getattr(c, field):
                 raise ValueError(
                     f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': {field} "
                     f"{getattr(c, field)} ≠ {size}"
                 )
-        return Source(drafter, weights, name, target_config, None, folder, fingerprint)
+        if not needed:
+            return Source(drafter, weights, name, target_config, None, folder, fingerprint)
     dtype = stored_dtype(stored)
     target = load_target(
         name, revision=revision, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=trust_remote_code
     )
     check_target(folder, config, target)
-    if config["target"].get("adapter") and target.fingerprint != merged:
+    if config["target"].get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     if isinstance(drafter, Eagle) and drafter.config.version == 3 and c.projection == "shared" and biased:
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
     return Source(drafter, weights, name, target.model.config, target, folder, fingerprint)
+
+
+def _scales_embeddings(config: Any) -> bool:
+    """Whether a family's embeddings are more than a matrix's rows (Gemma), so that servers may give others."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False  # a model with its own code
+    with torch.device("meta"):
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        return type(family(config).get_input_embeddings()) is not nn.Embedding
 
 
 def export(

@@ -87,7 +87,7 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
         gate = cast(Tensor, ACT2FN[llama.hidden_act](apply("mlp.gate_proj", x)))
         return out + apply("mlp.down_proj", gate * apply("mlp.up_proj", x))
 
-    e = w["embed_tokens.weight"][tokens] if "embed_tokens.weight" in w else cast(Tensor, embed.weight)[tokens].float()
+    e = w["embed_tokens.weight"][tokens] if "embed_tokens.weight" in w else embed(tokens).float()
     g, length = features, len(features)
     if v3:
         g = norm(g, "input_norm") if config.get("norm_before_fc") else g

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftsmith.common.files import json_object
 from draftsmith.models.eagle import SIZES, Eagle, EagleConfig
@@ -261,9 +262,27 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
 Written = tuple[dict[str, Tensor], dict[str, Any], Contract]  # tensors, config.json
 
 
+def _check_embeddings(eagle: Eagle, target: Target, to: str) -> None:
+    """Raise a ValueError where a drafter reads other embeddings in a server than in training: some families scale them,
+    and servers give the stored ones. EAGLE-3 takes their norm, which undoes a scale but for its epsilon."""
+    c, embed = eagle.config, target.model.get_input_embeddings()
+    some = torch.arange(min(64, c.vocab_size), device=target.device)
+    read, given = embed(some).float(), cast(Tensor, embed.weight)[some].float()
+    if c.version == 3:
+        read, given = (F.rms_norm(each, (c.hidden_size,), eps=c.rms_norm_eps) for each in (read, given))
+    allowed = 2**-8 if c.version == 3 else 0.0  # bfloat16's rounding
+    if ((read - given).norm(dim=-1) > allowed * read.norm(dim=-1)).any():
+        raise ValueError(
+            f"target '{target.name}' scales its embeddings; {to} gives the stored ones to EAGLE-{c.version}, which "
+            "then drafts worse; use --to speculators, which holds the embeddings of EAGLE-3"
+        )
+
+
 def _eagle3(source: Source, to: str) -> Written:
     """EAGLE-3 for SGLang, vLLM and OpenVINO's converter, without embeddings: all share the target's."""
     c = source.eagle.config
+    if source.target is not None:
+        _check_embeddings(source.eagle, source.target, to)
     norms = {name: True for name in NORMS if getattr(c, name)}
     own = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -292,10 +311,7 @@ def _eagle1(source: Source, to: str) -> Written:
     """EAGLE-1, for servers that share the target's embeddings and LM head: drafts may be any token. SGLang makes ``fc``
     with a bias."""
     c, target = source.eagle.config, source.loaded()
-    embed = target.model.get_input_embeddings()
-    some = torch.arange(min(64, c.vocab_size), device=target.device)
-    if not torch.equal(embed(some), cast(Tensor, embed.weight)[some]):
-        raise ValueError(f"target '{target.name}' scales its embeddings; {to} gives the stored ones to EAGLE-1")
+    _check_embeddings(source.eagle, target, to)
     tensors, shapes = _tensors(source, "layers.0."), _shapes(c, "layers.0.")
     bias = tensors.pop("fc.bias", torch.zeros(c.hidden_size, dtype=source.dtype))
     if to == "sglang":

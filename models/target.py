@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, d hidden width, F features per token, V vocabu
 import atexit
 import importlib.util
 import inspect
+import itertools
 import math
 import shutil
 import sys
@@ -33,6 +34,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import DynamicLayer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from draftsmith.common.files import json_object
@@ -43,7 +45,10 @@ from draftsmith.models.stored import (
     check_safetensors,
     config_of,
     fingerprint,
+    in_background,
+    older_fingerprint,
     resolve_folder,
+    safetensors_header,
     stored_dtype,
     with_safetensors,
 )
@@ -77,6 +82,7 @@ class Target:
 
     ``fingerprint`` is empty for a model that was never stored (tests). With a trained adapter it covers both; then
     ``adapter`` is the adapter's folder inside the drafter's, ``merged_fingerprint`` that of both stored as one model.
+    ``older_fingerprint`` is what earlier versions would have taken for ``fingerprint``.
     """
 
     model: PreTrainedModel
@@ -86,6 +92,7 @@ class Target:
     revision: str | None = None
     adapter: str | None = None
     merged_fingerprint: str | None = None
+    older_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         self.model.eval().requires_grad_(False)
@@ -245,6 +252,17 @@ class Target:
         finally:
             self.model.set_attn_implementation(before)
 
+    @cached_property
+    def quantized(self) -> bool:
+        """Whether some of its weights, as loaded, are in fewer bits than a floating-point dtype's."""
+        tensors = itertools.chain(self.model.parameters(), self.model.buffers())
+        return any(tensor.dtype not in (*_FLOATS, torch.int64, torch.bool) for tensor in tensors)
+
+    def is_known_as(self, *fingerprints: str | None) -> bool:
+        """Whether one of these fingerprints, which a drafter or a run has kept, is this target's."""
+        own = {self.fingerprint, self.older_fingerprint or self.fingerprint}
+        return not own.isdisjoint(fingerprints)
+
     def describe(self) -> dict[str, str | None]:
         """The field ``target`` of a drafter's config."""
         described: dict[str, str | None] = {
@@ -403,6 +421,39 @@ def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Se
         raise ValueError(f"{file}: promises {expected:,} parameters, but the files hold {stored:,}")
 
 
+def _quantization_of(folder: Path) -> str | None:
+    """How a model's config says that its weights are quantised, None if it does not."""
+    stored = config_of(folder).get("quantization_config")
+    if not isinstance(stored, dict):
+        return None
+    by_name = stored.get("load_in_4bit") or stored.get("load_in_8bit")
+    return str(stored.get("quant_method") or ("bitsandbytes" if by_name else None))
+
+
+def _check_quantization(folder: Path, quantize: str) -> None:
+    """Check what the config says of stored quantised weights against the files and ``target.quantize``."""
+    method, file = _quantization_of(folder), folder / "config.json"
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):  # transformers would only warn
+        raise ValueError(
+            f"{file}: the quant_method of quantization_config is '{method}', which transformers {transformers_version} "
+            "does not know"
+        )
+    if method and quantize != "none":
+        raise ValueError(
+            f"{file}: its weights are stored quantised ({method}), and they are not quantised twice; leave out "
+            f"target.quantize={quantize}, or name the model that was quantised"
+        )
+    if method == "bitsandbytes":
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(f"{file}: its weights are stored by bitsandbytes: pip install bitsandbytes")
+        headers = (safetensors_header(each)[1] for each in folder.glob("*.safetensors"))
+        if not {"U8", "I8"} & {entry["dtype"] for header in headers for entry in header.values()}:
+            raise ValueError(
+                f"{file}: quantization_config says bitsandbytes, but the files hold plain weights; remove that field, "
+                "and use target.quantize to quantise them"
+            )
+
+
 def _some(what: str, names: Sequence[str]) -> str:
     """The message about some wrong weights, of which it names three."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -419,7 +470,9 @@ def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
         if _out_of_memory(error):
             raise
-        raise ValueError(f"{folder}: transformers cannot load it ({_reason(error)})") from None
+        method = _quantization_of(folder)
+        how = f"{method}-quantised weights" if method else "it"
+        raise ValueError(f"{folder}: transformers cannot load {how} ({_reason(error)})") from None
     model, problems = loaded
     for kind, what in (
         ("missing_keys", "missing weights"),
@@ -511,9 +564,11 @@ def load_target(
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     folder = with_safetensors(folder)
     check_shapes(folder, config, check_safetensors(folder))
+    _check_quantization(folder, quantize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL or sys.stderr is None or not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would only flash, or fill a file
+    identity = in_background(lambda: (fingerprint(folder), older_fingerprint(folder)))  # reads what is loaded meanwhile
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":
@@ -544,7 +599,8 @@ def load_target(
                 f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
                 f"{', '.join(map(str, sorted(widths)))}; use target.quantize=8bit"
             )
-    target = Target(model, tokenizer, name, fingerprint(folder), revision)
+    found, older = identity()
+    target = Target(model, tokenizer, name, found, revision, older_fingerprint=older)
     _check_tokenizer(folder, tokenizer, target.vocab_size)
     if say:
         for line in describe(device, chosen):

@@ -62,6 +62,7 @@ from draftsmith.data.tokenized import template_for
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
+from draftsmith.models.stored import older_fingerprint, resolve_folder
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
@@ -169,7 +170,11 @@ def main() -> None:
             write_target(recipe.target)
         recipe = with_dtype(recipe, folder, args.restart or args.tiny)
         decides = recipe.decides()
-        shards = open_shards(folder, decides, args.restart or args.tiny)
+        older: dict[str, Any] = {}
+        if recipe.target and "target.fingerprint" in decides:
+            older_one = older_fingerprint(resolve_folder(recipe.target.name, recipe.target.revision))
+            older = {"target.fingerprint": older_one}
+        shards = open_shards(folder, decides, args.restart or args.tiny, older)
         began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}
         facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}

@@ -30,13 +30,13 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none.
 
     Raises:
-        ValueError: it is larger than the target's vocabulary; the resumed run's has another size than the recipe's, or
-            is damaged.
+        ValueError: it is larger than the target's vocabulary without the ids that are no tokens; the resumed run's has
+            another size than the recipe's, or is damaged.
     """
     if size and run.small:
         size = min(size, vocab_size // 2)
-    if size and size > vocab_size:
-        raise ValueError(f"drafter.draft_vocab_size={size}: the target has {vocab_size} tokens; set fewer, or null")
+    if size and size > (tokens := int(_used(run, vocab_size).sum())):
+        raise ValueError(f"drafter.draft_vocab_size={size}: the target has {tokens} tokens; set fewer, or null")
     ids = begun(run)
     if run.resume and (began := None if ids is None else len(ids)) != size:
         raise ValueError(
@@ -48,6 +48,14 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     if size is None and run.main:  # of a run that ended before its first checkpoint
         shutil.rmtree(run.folder / FOLDER, ignore_errors=True)
     return size
+
+
+def _used(run: Run[Any], vocab_size: int) -> Tensor:
+    """``[V]`` bool, the ids that are tokens: an LM head may have more rows than the tokenizer has tokens."""
+    if run.tokenizer is None:
+        return torch.ones(vocab_size, dtype=torch.bool)
+    ids = torch.tensor(sorted(run.tokenizer.get_vocab().values()))
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids[ids < vocab_size], True)
 
 
 def give(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def choose(
         # As often as training draws from this source, whatever its length.
         train += torch.bincount(labels, minlength=vocab_size) * (source.weight / len(part))
     held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=vocab_size)
-    ids = most_frequent(train, size) if given is None else given.cpu()
+    ids = most_frequent(train.where(_used(run, vocab_size), -1), size) if given is None else given.cpu()
     if run.main:
         checkpoint.write_tensors(run.folder / FOLDER, {"ids": ids})
     shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]

@@ -17,9 +17,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from draftsmith.common.files import read_json, write_json
+from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
+from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
 
@@ -43,8 +44,8 @@ def hidden_states(
         captures: layers whose inputs follow the last hidden state.
 
     Raises:
-        ValueError: there is no room for them (nothing was written then), or what an earlier run kept is not what the
-            target makes.
+        ValueError: there is no room for them (nothing was written then), some are not finite, or what an earlier run
+            kept is not what the target makes.
     """
     shape = (len(rows), rows.length, target.hidden_size * (1 + len(captures)))
     needed, free = math.prod(shape) * dtype.itemsize, _free(stored)
@@ -60,7 +61,7 @@ def hidden_states(
         request |= {"dtype": str(dtype), "shape": list(shape), "batch_size": batch_size}
         request |= {"captures": list(captures)} if captures else {}
         with accelerator.main_process_first():
-            reusable = stored.exists() and _read(stored.with_suffix(".json")) == request
+            reusable = stored.exists() and was_asked(stored.with_suffix(".json"), request, target.older_fingerprint)
             if not reusable:
                 _check(what, needed, free, where)
                 if accelerator.is_main_process:
@@ -84,6 +85,13 @@ def hidden_states(
         place = range(number * batch_size, min((number + 1) * batch_size, len(rows)))
         batch = {key: value.to(target.device) for key, value in rows.batch(place).items()}
         made = target.features(batch["tokens"].long(), captures, batch.get("positions"))
+        wrong = (~made.to(dtype).isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist()
+        if wrong:
+            numbers = ", ".join(str(place.start + row) for row in wrong)
+            raise ValueError(
+                f"cache_hidden: the target's hidden states of row {numbers} are not finite in {dtype}; set "
+                "target.dtype to bfloat16 or float32"
+            )
         return slice(place.start, place.stop), made
 
     if reused:
@@ -139,10 +147,3 @@ def _check(what: str, needed: int, free: int, where: str) -> None:
             f"cache_hidden: {what} {where}, and {free / 1e9:.1f} GB are free; set cache_hidden=none, or fewer rows "
             "(data.train.0.limit)"
         )
-
-
-def _read(path: Path) -> object:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return None

@@ -80,6 +80,24 @@ class Joint(Section):
         if recipe.precision.compile:
             raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
 
+    def check_loaded(self, recipe: DrafterRecipe, target: Target) -> None:
+        """Refuse what cannot go with a target that is stored quantised, before anything trains.
+
+        Raises:
+            ValueError: the recipe asks for it.
+        """
+        asked = "joint.loss=kl" if self.loss == "kl" else "export.merged=true" if recipe.export.merged else None
+        if target.quantized and recipe.target.quantize == "none" and asked:
+            why = (
+                "compares with the target as it was"
+                if self.loss == "kl"
+                else "writes the target with the adapter in it"
+            )
+            raise ValueError(
+                f"target.name={target.name}: {asked} {why}, which has to be unquantised, and this one is stored "
+                "quantised; name the model that was quantised, or set joint.loss=ce and export.merged=false"
+            )
+
     def weight(self, step: int, steps: int) -> float:
         """λ0 at step ``step`` (from 0) of a stage of ``steps``."""
         final = self.head_weight or (0.2 if self.loss == "ce" else 0.01)

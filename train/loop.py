@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from draftsmith.common.files import append, parse_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
 from draftsmith.models import precision
-from draftsmith.models.stored import resolve_folder, stored_dtype
+from draftsmith.models.stored import difference, resolve_folder, stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.page import TrainingPage
@@ -120,6 +120,7 @@ class RunState(Generic[R]):
     small: it is the tiny form of a recipe.
     dry: it is of --dry-run, and its folder is deleted in the end.
     fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
+    older_fingerprint: the same target's by earlier versions.
     best: highest value of the stage's selection metric so far.
     step: over all stages.
     first: the step at which the stage began.
@@ -136,6 +137,7 @@ class RunState(Generic[R]):
     small: bool = False
     dry: bool = False
     fingerprint: str = ""
+    older_fingerprint: str = ""
     trackers: Trackers | None = None
     page: TrainingPage | None = None
     best: float = -math.inf
@@ -307,6 +309,9 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     totals[key] = totals.get(key, 0) + value
             norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
+                _check_features(
+                    run, original, batches, f"{stage.name}: step {run.step + 1}, {samples.describe(numbers)}"
+                )
                 raise FloatingPointError(
                     f"{stage.name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
                     f"{run.step + 1} on {samples.describe(numbers)}; "
@@ -337,6 +342,36 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
                 break
     accelerator.free_memory()
+
+
+@torch.no_grad()
+def _check_features(run: RunState[Any], module: nn.Module, batches: Sequence[Batch], where: str) -> None:
+    """Find out whether a loss is not finite because of what the frozen target makes of the batches.
+
+    Raises:
+        FloatingPointError: it is.
+    """
+    target = getattr(module, "target", None)
+    if target is None or sharded.spreads():  # a forward pass of a part of it is no process's own business
+        return
+    from draftsmith.models.adapter import switched_off  # imports peft
+
+    found = torch.zeros(2, device=run.accelerator.device)  # numbers of batches: kept, and made now
+    with switched_off(target.model), run.autocast():
+        for batch in batches:
+            made = target.features(batch["tokens"].long(), getattr(module, "captures", ()), batch.get("positions"))
+            found += torch.stack([~batch.get("hidden", made).isfinite().all(), ~made.isfinite().all()])
+    kept, now = (float(count) for count in run.accelerator.reduce(found, "sum"))  # every process comes here at once
+    if now:
+        raise FloatingPointError(
+            f"{where}: the target's hidden states are not finite in {target.dtype}; set target.dtype to bfloat16 or "
+            "float32, or leave these rows out"
+        )
+    if kept:
+        raise FloatingPointError(
+            f"{where}: the hidden states in {run.folder / 'features'} are not finite, and the target makes others; "
+            "delete that folder, then --resume"
+        )
 
 
 class _Meter:
@@ -374,10 +409,11 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     name, stages = stage.name, [each.name for each in run.recipe.stages]
     last = checkpoint.checkpoints(run.checkpoints)[-1]
     state = checkpoint.read_state(last)
-    if state.get("target", run.fingerprint) != run.fingerprint:  # older ones have none
+    trained_for = str(state.get("target", run.fingerprint))  # older ones have none
+    if trained_for not in (run.fingerprint, run.older_fingerprint or run.fingerprint):
         raise ValueError(
-            f"{last}: it was trained for another target (fingerprint {str(state['target'])[:12]}…, not "
-            f"{run.fingerprint[:12]}…); set target back, or --restart"
+            f"{last}: it was trained for another target: {difference(trained_for, run.fingerprint)}; set target back, "
+            "or --restart"
         )
     step = state["step"] - run.first
     if state["stage"] not in stages or (state["stage"] == name and step > stage.num_steps):
@@ -400,6 +436,13 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
+        rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)
+        if not math.isclose(before := state.get("lr", rate), rate, rel_tol=1e-6):  # older ones have none
+            console.print(
+                f"  the learning rate goes on from {rate:.3g}, not from {before:.3g}: steps, seconds or optim are not "
+                "those that the checkpoint was written with",
+                style="yellow",
+            )
     return step
 
 
@@ -433,6 +476,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         state |= {"used": run.used} if stage.seconds else {}
+        state |= {"lr": learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)}  # the next one
         if not zero_2:
             sharded.forget(run.checkpoints)
         checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)

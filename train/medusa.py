@@ -217,6 +217,8 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
 def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
     recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
+    if joint := recipe.stages[-1].joint:
+        joint.check_loaded(recipe, target)
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)

@@ -95,6 +95,7 @@ class Run(RunState[R]):
             )
         self.save_recipe()
         self.fingerprint, self.tokenizer = target.fingerprint, target.tokenizer
+        self.older_fingerprint = target.older_fingerprint
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
-from draftsmith.common.files import locked, read_json, write_json
+from draftsmith.common.files import locked, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Source
 from draftsmith.data import sources
@@ -18,6 +18,7 @@ from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.engine.answers import answer
+from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.loop import Batch, console
@@ -141,7 +142,7 @@ def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokeniz
     request_file = folder / "asked.json"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):
-        if (folder / "model.safetensors").exists() and request_file.exists() and read_json(request_file) == request:
+        if (folder / "model.safetensors").exists() and was_asked(request_file, request, target.older_fingerprint):
             rows = checkpoint.read_tensors(folder)
         elif sharded.spreads():
             raise ValueError(

@@ -30,6 +30,7 @@ from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_dr
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
@@ -111,8 +112,9 @@ def weights_hash(folder: Path) -> str:
 
 def _stored(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tensor]:
     """What an earlier run of the folder kept, if it was asked for the same; empty otherwise."""
-    file = folder / "asked.json"
-    found = checkpoint.read_tensors(folder) if file.exists() and read_json(file) == asked else {}
+    with run.accelerator.main_process_first():  # it may write the request anew
+        same = was_asked(folder / "asked.json", asked, run.older_fingerprint)
+    found = checkpoint.read_tensors(folder) if same else {}
     run.accelerator.wait_for_everyone()  # all have read before one writes
     return found
 

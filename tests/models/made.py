@@ -24,6 +24,7 @@ def stand_in(**other) -> SimpleNamespace:
     """A target as far as a drafter's folder is concerned."""
     facts = {"name": "some/target", "hidden_size": 8, "vocab_size": 11, "fingerprint": "ab" * 32, **other}
     described = {"name_or_path": facts["name"], "fingerprint": facts["fingerprint"]}
+    facts["is_known_as"] = lambda *fingerprints: facts["fingerprint"] in fingerprints
     return SimpleNamespace(**facts, tokenizer=None, adapter=None, describe=lambda: described)
 
 

@@ -86,3 +86,15 @@ def test_damaged(drafter, tiny_lm, name, content, said):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         merge_adapter(load_target(str(tiny_lm)), folder / FOLDER)
     assert said in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_adapter_on_an_older_fingerprint(drafter, tiny_lm):
+    """As earlier versions wrote it: over the target's older fingerprint."""
+    folder, _ = drafter
+    target = load_target(str(tiny_lm))
+    target.fingerprint = target.older_fingerprint
+    older = merge_adapter(target, folder / FOLDER).fingerprint
+    _, config, _ = read_drafter(str(folder))
+    config["target"] |= {"fingerprint": older}
+    merged = target_of(folder, config, load_target(str(tiny_lm)))
+    assert merged.adapter == FOLDER and older != merged.fingerprint

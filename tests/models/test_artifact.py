@@ -16,10 +16,10 @@ from faults import limited
 from made import edit, stand_in
 
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import check_target, part_folders, read_drafter, write_drafter
+from draftsmith.models.artifact import check_target, part_folders, read_drafter, renew_fingerprint, write_drafter
 from draftsmith.models.card import named
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.stored import fingerprint, save_tensors
+from draftsmith.models.stored import fingerprint, older_fingerprint, save_tensors
 from draftsmith.models.target import load_target
 
 
@@ -68,7 +68,10 @@ def test_round_trip(drafter):
     [
         ({"hidden_size": 16}, "hidden_size 8 ≠ 16"),
         ({"vocab_size": 12}, "vocab_size 11 ≠ 12"),
-        ({"fingerprint": "cd" * 32}, "same shape, other weights (fingerprint abababababab… ≠ cdcdcdcdcdcd…)"),
+        (
+            {"fingerprint": "cd" * 32},
+            "same shape, other weights, config or tokenizer (fingerprint abababababab… ≠ cdcdcdcdcdcd…)",
+        ),
     ],
 )
 def test_drafter_for_another_target(drafter, other, said):
@@ -227,6 +230,37 @@ def test_missing_files(drafter, tmp_path):
     (folder / "checkpoints").mkdir()
     assert "training has not finished; go on with --resume" in refusal(folder, FileNotFoundError)
     assert "there is no such folder" in refusal(tmp_path / "nowhere", FileNotFoundError)
+
+
+def test_older_fingerprints(tiny_lm, tmp_path, capsys):
+    """A drafter and its part that name their target by one are taken, and renewed by a command that writes there."""
+    target = load_target(str(tiny_lm))
+    new, old = target.fingerprint, older_fingerprint(tiny_lm)
+    target.fingerprint = old
+    for place, parts in ((tmp_path / "part", ()), (tmp_path, ("part",))):
+        write_drafter(place, "medusa", {}, {"w": torch.zeros(1)}, target, {}, None, parts)
+    target = load_target(str(tiny_lm))
+    _, config, _ = read_drafter(str(tmp_path))
+    assert target_of(tmp_path, config, target) is target and new != old
+    for lines in (2, 0):
+        renew_fingerprint(tmp_path, target)
+        assert capsys.readouterr().err.count("it is renewed\n") == lines
+    assert [read_drafter(str(folder))[1]["target"]["fingerprint"] for folder in (tmp_path, tmp_path / "part")] == [
+        new
+    ] * 2
+    target.older_fingerprint = "ab" * 32
+    with pytest.raises(ValueError, match="other weights, config or tokenizer"):
+        check_target(tmp_path, config, target)
+
+
+def test_another_config_is_not_called_other_weights(tiny_lm, tmp_path):
+    target = load_target(str(tiny_lm))
+    write_drafter(tmp_path / "drafter", "medusa", {}, {"w": torch.zeros(1)}, target, {})
+    other = shutil.copytree(tiny_lm, tmp_path / "other")
+    edit(other, lambda config: config.update(rope_parameters={"rope_type": "default", "rope_theta": 2e5}))
+    _, config, _ = read_drafter(str(tmp_path / "drafter"))
+    with pytest.raises(ValueError, match=r"same shape, the same weights with another config\.json; train one for it"):
+        check_target(tmp_path / "drafter", config, load_target(str(other)))
 
 
 def test_a_drafter_without_a_fingerprint_is_refused(drafter):

@@ -11,7 +11,7 @@ import torch
 from made import config_of, llama3, stand_in, write_eagle, write_heads
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 from draftsmith.models import card, export
 from draftsmith.models.artifact import write_drafter
@@ -532,6 +532,31 @@ def test_forms_without_a_place_are_refused(drafter, heads, tmp_path, refused, fo
     folder = drafter(form, **residual) if form in FORMS else heads(form.removeprefix("heads, "))
     assert message in refused(export.main, folder, "--to", to, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@pytest.mark.parametrize(("std", "written"), [(0.02, True), (0.002, False)])
+def test_scaled_embeddings(make_target, tiny_lm, tmp_path, run_main, refused, projection, std, written):
+    """Gemma's: servers give the stored ones. EAGLE-3's norm undoes the scale, but not where they are as small as its
+    epsilon; EAGLE-1 reads them as they are."""
+    made = make_target("gemma3", vocab_size=300, num_hidden_layers=6, layer_types=None, tie_word_embeddings=False)
+    made.embeddings.weight.normal_(std=std)
+    made.model.save_pretrained(tmp_path / "target")
+    AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(tmp_path / "target")
+    target = load_target(str(tmp_path / "target"))
+    write_eagle(tmp_path / "x", target, 3, projection, 150)
+    arguments = (tmp_path / "x", "--to", "vllm", "--out", tmp_path / "out")
+    if written:
+        code, _, err = run_main(export.main, *arguments)
+        assert code == 0, err
+    else:
+        said = refused(export.main, *arguments)
+        assert "scales its embeddings; vllm gives the stored ones to EAGLE-3, which then drafts worse" in said
+        assert not [*(tmp_path / "out").iterdir()]
+    code, _, err = run_main(export.main, *arguments[:1], "--to", "speculators", "--out", tmp_path / "whole")
+    assert code == 0, err
+    held = load_file(tmp_path / "whole/model.safetensors")["embed_tokens.weight"]
+    torch.testing.assert_close(held.float(), target.embeddings(torch.arange(300)))
 
 
 def test_other_families_are_refused(tmp_path, refused):

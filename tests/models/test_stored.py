@@ -275,6 +275,7 @@ REFUSED = {
     "no shard": (and_then(in_shards, gone("model-00002-of-00002.safetensors")),
                  "model-00002-of-00002.safetensors: missing, but model.safetensors.index.json lists it"),
     "no index": (and_then(in_shards, gone("model.safetensors.index.json")), "but no *.index.json that lists it"),
+    "adapter beside a model": (text("adapter_config.json", b"{}"), "both a whole model (model.safetensors) and an"),
     "adapter": (and_then(gone("model.safetensors"), text("adapter_config.json", b"{}")), "this is an adapter without"),
     # a damaged file
     "empty": (text("model.safetensors", b""), UNREADABLE),
@@ -326,7 +327,12 @@ REFUSED = {
     "huge width": (config(head_dim=10**9), "q_proj.weight [32, 32] instead of [4000000000, 32]"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, but the weights are "),
     "unknown activation": (config(hidden_act="nonesuch"), "no model can be made of it (KeyError: 'nonesuch'"),
-    "packed without its library": (config(quantization_config={"quant_method": "gptq", "bits": 4}), "cannot load it ("),
+    "packed without its library": (config(quantization_config={"quant_method": "gptq", "bits": 4}),
+                                   "transformers cannot load gptq-quantised weights (ImportError: "),
+    "an unknown packing": (config(quantization_config={"quant_method": "nonesuch"}), "quant_method of quantiza"),
+    "packed by nobody": (config(quantization_config={"bits": 4}), "the quant_method of quantization_config is 'None'"),
+    "plain and said to be packed": (config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+                                    "says bitsandbytes, but the files hold plain weights; remove that field"),
     "damaged generation config": (text("generation_config.json", b"{"), "generation_config.json: not valid JSON"),
     "odd ids that end a text": (edit("generation_config.json", {"eos_token_id": "x"}), "eos_token_id is 'x'; it has "),
     # tokenizer

@@ -1,6 +1,8 @@
 """Targets: logits of every family, stored folders, fingerprints, and what is no target."""
 
 import json
+import os
+import shutil
 import sys
 import time
 
@@ -9,9 +11,10 @@ import torch
 from made import config_of, edit
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from draftsmith.models import stored
 from draftsmith.models import target as target_module
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import Target, load_target
@@ -127,7 +130,7 @@ def folder(make_target, tmp_path):
 def test_load_target(folder, make_target):
     target = load_target(str(folder))
     made = make_target("llama")
-    assert target.fingerprint == fingerprint(folder) and len(target.fingerprint) == 64
+    assert target.fingerprint == fingerprint(folder) and len(target.fingerprint) == 72
     known = {"name_or_path": str(folder), "revision": None, "model_type": "llama"}
     assert target.describe() == known | {"fingerprint": target.fingerprint}
     tokens = torch.tensor(TOKENS)
@@ -139,7 +142,7 @@ def test_load_target(folder, make_target):
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 @torch.no_grad()
-def test_quantized(make_target, folder, bits):
+def test_quantized(make_target, folder, bits, tmp_path):
     """Close to the weights they were made from, and not the same; the fingerprint is that of what is stored."""
     make_target("llama", hidden_size=64, intermediate_size=128).model.save_pretrained(folder)
     tokens = torch.tensor(TOKENS)
@@ -147,7 +150,39 @@ def test_quantized(make_target, folder, bits):
     expected, got = plain.logits(plain.hidden(tokens)), small.logits(small.hidden(tokens)).float()
     error = float((got - expected).norm() / expected.norm())
     assert 1e-4 < error < (0.5 if bits == "4bit" else 0.1)
-    assert small.fingerprint == plain.fingerprint
+    assert small.fingerprint == plain.fingerprint and small.quantized and not plain.quantized
+    method = BitsAndBytesConfig(load_in_4bit=bits == "4bit", load_in_8bit=bits == "8bit", bnb_4bit_quant_type="nf4")
+    not_run = AutoModelForCausalLM.from_pretrained(folder, quantization_config=method)  # a forward pass repacks them
+    not_run.save_pretrained(tmp_path / "small")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "small")
+    again = load_target(str(tmp_path / "small"))
+    assert again.quantized and torch.equal(again.logits(again.hidden(tokens)).float(), got)
+    with pytest.raises(
+        ValueError, match=r"stored quantised \(bitsandbytes\), and they are not quantised twice; leave out"
+    ):
+        load_target(str(tmp_path / "small"), quantize="8bit")
+
+
+@torch.no_grad()
+def test_stored_in_fp8(make_target, folder):
+    """On a CPU transformers dequantises it; the target is then no quantised one."""
+    make_target("llama", hidden_size=64, intermediate_size=128).model.save_pretrained(folder)
+    tokens, plain = torch.tensor(TOKENS), load_target(str(folder))
+    stored = dict[str, torch.Tensor]()
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "_proj" in name:
+            blocks = weight.view(weight.shape[0] // 32, 32, -1, 32)
+            scale = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    edit(folder, lambda config: config.update(quantization_config=method))
+    target = load_target(str(folder))
+    expected, got = plain.hidden(tokens), target.hidden(tokens)
+    assert not target.quantized and 1e-4 < float((got - expected).norm() / expected.norm()) < 0.3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -257,6 +292,58 @@ def test_fingerprint_changes_with_the_weights(folder, name, change):
     weight = weights.pop(name)
     save_file(weights | ({name: change(weight)} if change else {}), folder / "model.safetensors")
     assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.9999], ids=["first", "middle", "last"])
+def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
+    """One byte of a tensor, in place, with size and time of modification as before; whether hashes are kept or not."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    monkeypatch.setattr(stored, "_SETTLED", 0)
+    before, file = fingerprint(folder), folder / "model.safetensors"
+    data, header = stored.safetensors_header(file)
+    monkeypatch.setattr(stored, "safetensors_header", None)
+    assert fingerprint(folder) == before, "of the hashes that are kept"
+    monkeypatch.undo()
+    begin, end = header["model.layers.1.mlp.down_proj.weight"]["data_offsets"]
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    with file.open("r+b") as stream:
+        stream.seek(data + begin + int(place * (end - begin)))
+        byte = stream.read(1)
+        stream.seek(-1, 1)
+        stream.write(bytes([byte[0] ^ 1]))
+    os.utime(file, ns=times)
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    said = stored.difference(before, fingerprint(folder))
+    assert said.startswith("other weights (fingerprint ")
+
+
+def test_hashes_of_a_file_just_written_are_not_kept(folder, monkeypatch, tmp_path):
+    """It may be written again within the same tick of the clock."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    fingerprint(folder)
+    assert not list(tmp_path.glob("cache/hashes/*"))
+    monkeypatch.setattr(stored, "_SETTLED", 0)
+    fingerprint(folder)
+    assert len(list(tmp_path.glob("cache/hashes/*"))) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))  # nothing can be kept there
+    assert fingerprint(folder) == fingerprint(folder)
+
+
+def test_what_differs_is_named(folder):
+    whole = fingerprint(folder)
+    edit(folder, lambda c: c.update(rms_norm_eps=1e-3))
+    other = fingerprint(folder)
+    assert stored.difference(whole, other) == "the same weights with another config.json"
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+    assert stored.difference(other, fingerprint(folder)) == "the same weights with another tokenizer"
+    assert stored.difference(whole, fingerprint(folder)) == "the same weights with another config.json and tokenizer"
+    assert stored.difference("a" * 64, whole).startswith(
+        "other weights, config or tokenizer (fingerprint aaaaaaaaaaaa… ≠ "
+    )
 
 
 def test_fingerprint_changes_with_config_and_tokenizer(folder):

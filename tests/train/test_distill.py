@@ -289,6 +289,12 @@ def test_answers_are_the_targets_own_turn_by_turn(run, tiny_lm, greedy_texts, tm
     assert manifest["decides"]["target.fingerprint"] == target.fingerprint
     assert {"versions", "command", "recipe", "date"} <= set(manifest)
     assert counts_of(tmp_path / "whole") == {"prompts": 20, "done": 20, "failed": {}, "not_asked": 0, "ended_early": 0}
+    older = manifest["decides"] | {"target.fingerprint": target.older_fingerprint}
+    write_json(tmp_path / "whole/manifest.json", manifest | {"decides": older})
+    before = lines_of(tmp_path / "whole")
+    run("whole")
+    assert lines_of(tmp_path / "whole") == before, "begun by an earlier version"
+    assert json.loads((tmp_path / "whole/manifest.json").read_text())["decides"] == manifest["decides"]
 
 
 def test_sampled_answers_do_not_depend_on_the_batch(run, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from training_runs import assert_same_files, metrics, write_recipe
+from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models import export
@@ -361,3 +362,14 @@ def test_plans_count_what_trains(recipe, tiny_lm, make_target):
         assert made.config.intermediate_size == drafter.get("intermediate_size", 48)
         assert plan.trained == sum(p.numel() for p in made.parameters())
         assert (plan.unrolled, plan.projected) == ((7, 0) if d.version == 3 else (1, 300 * 32))
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "opt", "phi", "stablelm", "cohere"])
+def test_families_with_other_names(make_target, tiny_lm, train, run_main, tmp_path, family, version):
+    """Whatever they call embeddings and layers, a run ends with a drafter. Tests of decoding have them too."""
+    make_target(family, vocab_size=300).model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(tmp_path)
+    one = ("stages.0.steps=1", f"target.name={tmp_path}", *VERSIONS[version])
+    folder = train(f"{family}-{version}", *one)
+    assert load_file(folder / "model.safetensors") and (folder / "provenance.json").exists()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from faults import limited
 
+from draftsmith.common.files import read_json, write_json
 from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.target import Target
@@ -59,10 +60,34 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     assert len(calls) == 3 + len(rows) and torch.equal(again, kept)
     monkeypatch.undo()
     assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
+    described = stored.with_suffix(".json")
+    write_json(described, read_json(described) | {"target": "older"})
+    target.fingerprint, target.older_fingerprint = "newer", "older"
+    made = len(calls)
+    monkeypatch.setattr(Target, "hidden", counted)
+    for _ in range(2):
+        assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1))
+    assert len(calls) == made + 2 and read_json(described)["target"] == "newer", "known by the older fingerprint"
+    monkeypatch.undo()
     other = make_target("qwen3")
     other.fingerprint = "another"
     moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)
     assert not torch.equal(moved, kept), "another target's are made anew"
+
+
+@torch.no_grad()
+def test_what_overflows_is_not_kept(make_target, rows, accelerator, tmp_path, monkeypatch):
+    """Not even where it does so only in the dtype in which it is kept."""
+    target, hidden = make_target("llama"), Target.hidden
+
+    def large(self, tokens, positions=None):
+        return hidden(self, tokens, positions).index_fill(0, torch.tensor([1]), 1e5)
+
+    monkeypatch.setattr(Target, "hidden", large)
+    hidden_states(target, rows, torch.float32, accelerator, tmp_path / "0.bin", 5)
+    with pytest.raises(ValueError, match=r"hidden states of row 1 are not finite in torch\.float16; set target\.dtype"):
+        hidden_states(target, rows, torch.float16, accelerator, tmp_path / "1.bin", 5)
+    assert not torch.from_file(str(tmp_path / "1.done"), size=1, dtype=torch.uint8).any()
 
 
 @torch.no_grad()

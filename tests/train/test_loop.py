@@ -5,13 +5,16 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -168,6 +171,7 @@ def test_a_stage_ends_by_its_seconds(tmp_path, clock, monkeypatch, capsys):
     monkeypatch.setattr(loop, "learning_rate", lambda *arguments: rates.append(rate(*arguments)) or rates[-1])
     run = job(tmp_path, every=100, evaluate_every=100)
     fit(run, Toy(), stage(**LIMITED), timed(clock, 5))
+    assert rates.pop() == pytest.approx(0.05 * 0.1), "which the checkpoint keeps"
     assert run.step == len(rates) == 12
     assert rates == pytest.approx([0.05 * (1 - 0.9 * used / 12) for used in range(12)], rel=1e-4)
     assert rates[-1] < 0.05 * 0.2, "near final_lr, of which a twelfth is left"
@@ -282,12 +286,17 @@ def test_a_step_is_the_mean_over_all_its_labels(accumulate, tmp_path):
     assert not torch.equal(toy.out.weight, Toy().out.weight)
 
 
-def rank_of_two(rank: int, port: int, folder: Path) -> None:
-    """What one of two processes does; the gradient norms of its steps go to a file of its own."""
+def become(rank: int, port: int) -> None:
+    """Make this process one of two."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
+
+
+def rank_of_two(rank: int, port: int, folder: Path) -> None:
+    """What one of two processes does; the gradient norms of its steps go to a file of its own."""
+    become(rank, port)
     run, norms = job(folder, evaluate_every=100), []
     clip = run.accelerator.clip_grad_norm_
 
@@ -300,20 +309,95 @@ def rank_of_two(rank: int, port: int, folder: Path) -> None:
     (folder / f"norms-{rank}.json").write_text(json.dumps(norms))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")
-def test_gradients_over_two_processes_are_the_whole_batchs(tmp_path):
-    """Forked, so that they need not import torch again. Each has another number of labels; AdamW would hide a factor,
-    the norms do not."""
+def both(work, *arguments) -> list[int | None]:
+    """The exit codes of two processes that do ``work(rank, port, *arguments)``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=rank_of_two, args=(rank, port, tmp_path), daemon=True) for rank in (0, 1)]
+    ranks = [fork.Process(target=work, args=(rank, port, *arguments), daemon=True) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    return [process.exitcode for process in ranks]
+
+
+def resumed_of_two(rank: int, port: int, folder: Path, ends_at: int | None, resume: bool) -> None:
+    """A rank of a run that ends abruptly at a step, or goes on; the moments it goes on with go to a file of its own."""
+    become(rank, port)
+    loop.LOG_EVERY = 1
+    restore = checkpoint.restore
+
+    def noted(path, module, optimizer):
+        state = restore(path, module, optimizer)
+        moments = checkpoint._optimizer_tensors(module, optimizer)
+        torch.save(moments, folder / f"moments-{rank}")
+        return state
+
+    checkpoint.restore = noted
+
+    def ending(numbers: range) -> dict[str, torch.Tensor]:
+        if ends_at is not None and numbers.start >= ends_at * 4:
+            os._exit(3)
+        return samples(numbers)
+
+    run = job(folder, resume=resume, evaluate_every=100)
+    fit(run, Toy(), stage(schedule="cosine", warmup_steps=2, weight_decay=0.1), ending)
+
+
+FORKED = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")
+
+
+@FORKED
+def test_two_processes_resume_as_if_they_had_not_stopped(tmp_path):
+    """With the moments, the learning rates and so the weights of a run without the stop."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    for folder in (whole, stopped):
+        folder.mkdir()
+    assert both(resumed_of_two, whole, None, False) == [0, 0]
+    assert both(resumed_of_two, stopped, 6, False) == [3, 3]
+    assert [path.name for path in checkpoint.checkpoints(stopped / "checkpoints")] == ["step-4"]
+    kept = load_file(stopped / "checkpoints/step-4/optimizer.safetensors")
+    assert both(resumed_of_two, stopped, None, True) == [0, 0]
+    for rank in (0, 1):
+        moments = torch.load(stopped / f"moments-{rank}")
+        assert moments.keys() == kept.keys() and all(torch.equal(moments[name], kept[name]) for name in kept)
+        assert {name.split("|")[1] for name, moment in moments.items() if moment.any()} == {
+            "step",
+            "exp_avg",
+            "exp_avg_sq",
+        }
+    rates = [
+        [json.loads(line)["lr"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"lr"' in line]
+        for folder in (whole, stopped)
+    ]
+    assert rates[0] == rates[1] == [loop.learning_rate(stage(schedule="cosine", warmup_steps=2), n) for n in range(8)]
+    found, wanted = (checkpoint.read_tensors(folder / "checkpoints/step-8") for folder in (stopped, whole))
+    assert same(found, wanted)
+
+
+def test_a_schedule_that_moves_is_said(tmp_path, capsys):
+    """In one line, where a finished run gets more steps, and where the optimizer's section changes; else not at all."""
+    fit(job(tmp_path), Toy(), stage(steps=4, schedule="linear", final_lr=0))
+    for steps, lr, said in (
+        (4, 0.05, ""),
+        (8, 0.05, "from 0.025, not from 0:"),
+        (12, 0.01, "from 0.00667, not from 0:"),
+    ):
+        folder = Path(shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{steps}")))
+        capsys.readouterr()
+        fit(job(folder, resume=True), Toy(), stage(steps=steps, schedule="linear", final_lr=0, lr=lr))
+        lines = [line for line in capsys.readouterr().out.splitlines() if "learning rate goes on" in line]
+        assert len(lines) == bool(said)
+        assert all(said in line for line in lines)
+
+
+@FORKED
+def test_gradients_over_two_processes_are_the_whole_batchs(tmp_path):
+    """Forked, so that they need not import torch again. Each has another number of labels; AdamW would hide a factor,
+    the norms do not."""
+    assert both(rank_of_two, tmp_path) == [0, 0]
     norms: list[float] = []
     expected = reference(8, norms)
     for rank in (0, 1):
@@ -478,6 +562,31 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     saved = checkpoint.read_tensors(last)
     assert saved.keys() == {"embed.weight", "out.weight", "out.bias"}
     assert all(torch.equal(saved[name], weights(toy)[name]) for name in saved)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_target_that_overflows_is_named(tmp_path, kept):
+    """Its rows and its dtype, not the learning rate; where only kept hidden states are damaged, their folder."""
+
+    def features(tokens, captures, positions):
+        return tokens[..., None].float() * (
+            float("inf") if not kept and int(tokens[0, 0]) == int(sample(16)["tokens"][0]) else 1
+        )
+
+    def poisoned(numbers: range) -> dict[str, torch.Tensor]:
+        batch = samples(numbers) | {"hidden": torch.zeros(len(numbers), LENGTH, 1)}
+        if 18 in numbers:  # the fifth step
+            batch["poison"] *= float("nan")
+            batch["hidden"][1, 2] = float("nan")
+        return batch if kept else {name: part for name, part in batch.items() if name != "hidden"}
+
+    toy = Toy()
+    toy.__dict__["target"] = SimpleNamespace(model=nn.Linear(1, 1), dtype=torch.float16, features=features)
+    said = "toy: step 5, 16 to 19: the target's hidden states are not finite in torch.float16; set target.dtype to "
+    if kept:
+        said = r"toy: step 5, 16 to 19: the hidden states in .*/features are not finite, and .*; delete that folder"
+    with pytest.raises(FloatingPointError, match=said):
+        fit(job(tmp_path), toy, stage(), poisoned)
 
 
 def test_batch_must_divide_over_processes(tmp_path, monkeypatch):

@@ -19,11 +19,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from training_runs import assert_same_files, before_call, make_batch, metrics, write_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.stored import older_fingerprint
 from draftsmith.models.training import training_of
 from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little
@@ -267,7 +269,7 @@ def test_sources_count_by_weight_in_the_draft_vocabulary(make_target, tmp_path):
     for weights, wanted in (((1.0, 1.0), [5, 7]), ((5.0, 1.0), [5, 6]), ((1.0, 5.0), [7, 8])):
         data = SimpleNamespace(train=[SimpleNamespace(weight=weight) for weight in weights])
         recipe = SimpleNamespace(init_from=None, data=data)
-        of_run = SimpleNamespace(recipe=recipe, main=False, held_out=make_batch(61))
+        of_run = SimpleNamespace(recipe=recipe, main=False, tokenizer=None, held_out=make_batch(61))
         ids, _ = draft_vocabulary.choose(of_run, 2, target.vocab_size, [often, rarely], None)
         assert ids.tolist() == wanted
 
@@ -435,6 +437,22 @@ def test_trackers_begin_with_training_and_end_with_the_run(train, tmp_path):
     assert [event.step for event in events.Scalars("simulated_tau")] == [10, 20]
 
 
+def test_ids_without_a_token_are_not_drafted(train, tiny_lm, tmp_path):
+    """Of a target whose LM head has more rows than its tokenizer has tokens: 300 and 8 more, as likely as others."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_lm)
+    model.resize_token_embeddings(308, mean_resizing=False)
+    for matrix in (model.get_input_embeddings().weight, model.lm_head.weight):
+        matrix.data[300:] = matrix.data[60:68]
+    folder = tmp_path / "padded"
+    AutoTokenizer.from_pretrained(tiny_lm).save_pretrained(folder)
+    model.save_pretrained(folder)
+    options = (f"target.name={folder}", "stages.0.steps=1")
+    said = train.refused("all", *options, "drafter.draft_vocab_size=304", "--restart")
+    assert "drafter.draft_vocab_size=304: the target has 300 tokens; set fewer, or null" in said
+    run = train("padded", *options, "drafter.draft_vocab_size=299")
+    assert int(load_file(run / "model.safetensors")["draft_vocab"].max()) < 300
+
+
 def test_another_target_is_refused(whole, train, tiny_lm, tmp_path):
     """The same but for one number: a run goes on with its own only, and begins with heads of its own only."""
     other = shutil.copytree(tiny_lm, tmp_path / "other")
@@ -444,11 +462,16 @@ def test_another_target_is_refused(whole, train, tiny_lm, tmp_path):
     model = train("its-own", "stages.0.steps=1") / "model.safetensors"
     before = model.read_bytes()
     said = train.refused("its-own", "stages.0.steps=2", f"target.name={other}", "--resume")
-    assert "checkpoints/step-1: it was trained for another target (fingerprint " in said
+    assert "checkpoints/step-1: it was trained for another target: other weights (fingerprint " in said
     assert model.read_bytes() == before
     said = train.refused("other", f"init_from={whole}", "stages.0.steps=1", f"target.name={other}")
     assert said.startswith(f"error: {whole}: this drafter was trained for target '{tiny_lm}', not for ")
     assert "same shape, other weights (fingerprint " in said
+    state = train.recipe.parent / "its-own/checkpoints/step-1/state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {"target": older_fingerprint(tiny_lm)}))
+    train("its-own", "stages.0.steps=2", "--resume")
+    assert json.loads((state.parents[1] / "step-2/state.json").read_text())["target"] == content["target"]
 
 
 def test_a_quantized_target(whole, train):
