@@ -59,11 +59,12 @@ class Request:
     max_draft_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        prompt: Any = self.prompt
-        if isinstance(prompt, Mapping) and "input_ids" in prompt:
-            prompt = prompt["input_ids"]
-            prompt = prompt[0] if len(prompt) == 1 and not _is_whole(prompt[0]) else prompt  # a batch of one
-        prompt = prompt.tolist() if getattr(prompt, "ndim", None) == 1 else prompt
+        given: Any = self.prompt
+        prompt: Any = given["input_ids"] if isinstance(given, Mapping) and "input_ids" in given else given
+        if prompt is not given and len(prompt) == 1 and not _is_whole(prompt[0]):  # a batch of one
+            prompt = prompt[0]
+        if getattr(prompt, "ndim", None) == 1:
+            prompt = prompt.tolist()
         object.__setattr__(self, "prompt", prompt)
         if _is_whole(self.max_new_tokens):
             object.__setattr__(self, "max_new_tokens", int(self.max_new_tokens))  # sums of NumPy integers may overflow
