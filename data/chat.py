@@ -265,13 +265,33 @@ def rendered_fields(template: str, special: frozenset[tuple[str, str]]) -> froze
     return frozenset(found)
 
 
-def prints_date(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether a chat template prints the date of the day on which it renders a chat: found by rendering at two."""
+@lru_cache(64)
+def prints_date(template: str, special: frozenset[tuple[str, str]]) -> bool:
+    """Whether a chat template prints the day's date: found by rendering a chat at two dates."""
     if "strftime_now" not in template:
         return False
-    dates = [f"{{% macro strftime_now(form) %}}{date}{{% endmacro %}}" for date in ("01 Jan 2001", "02 Feb 2002")]
-    first, second = (_render(_PLAIN, date + template, tokenizer.special_tokens_map)[0] for date in dates)
+    dates = (f"{{% macro strftime_now(form) %}}{date}{{% endmacro %}}" for date in ("01 Jan 2001", "02 Feb 2002"))
+    try:
+        first, second = (_render(_PLAIN, date + template, dict(special))[0] for date in dates)
+    except UnusableRow:
+        return False
     return first != second
+
+
+def rendered_today(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
+    """A chat as a template that prints the day's date renders it; None for another template."""
+    own = tokenizer.chat_template
+    used = template or (own.get("default") if isinstance(own, dict) else own)
+    special = tokenizer.special_tokens_map
+    if not isinstance(used, str) or not prints_date(used, frozenset(special.items())):
+        return None
+    return _render(_PLAIN, used, special)[0]
+
+
+def _date_note(template: str) -> str:
+    names = re.findall(r"\b[a-z_]*date[a-z_]*\b", template)
+    how = f"data.template_arguments={{{names[0]}: …}}" if names else "a data.template without it"
+    return f"answers stand under the date of today, which the chat template prints; pin it by {how}"
 
 
 def _render(
@@ -351,6 +371,8 @@ class Chat:
         if answers and not any(spans for _, spans in parts):
             raise UnusableRow(notes[0].replace(_NO_LABEL, "no answer has a label, since "))
         samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
+        if prints_date(self.template, frozenset(self.special.items())):
+            notes += [_date_note(self.template)] * len(answers)
         return Encoded(samples, len(answers), tuple(notes), self.rendered())
 
     def spans(self) -> tuple[list[tuple[str, list[Span]]], list[str]]:

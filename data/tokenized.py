@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
-from draftsmith.data.chat import check_template, encode, template_of, with_arguments
+from draftsmith.data.chat import check_template, encode, rendered_today, template_of, with_arguments
 from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
@@ -69,6 +69,7 @@ def tokenizer_facts(tokenizer: PreTrainedTokenizerBase, template: str | None) ->
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": template or tokenizer.chat_template,
         "transformers": importlib.metadata.version("transformers"),  # it renders the template
+        "today": rendered_today(tokenizer, template),
     }
 
 
