@@ -414,7 +414,11 @@ class Chat:
                     f"the assistant's part cannot be found; {_ADVICE}"
                 )
             else:
-                what = "marks no part of them" if self.marks else "renders their prompt differently from the turn"
+                what = (
+                    "marks no part of them behind their prompt"
+                    if self.marks
+                    else "renders their prompt differently from the turn"
+                )
                 notes.append(f"{_NO_LABEL}the chat template {what}")
         return parts, notes
 
@@ -422,7 +426,7 @@ class Chat:
         """Why an answer gets no label, whatever the template renders."""
         for name in FLAGS:
             if not message.get(name, True):
-                return f"'{name}' is {message[name]:d}"
+                return f"'{name}' is {int(message[name])}"
         if message["content"].strip() or "tool_calls" in message:
             return None
         thought = REASONING[0] in message and REASONING[0] in self.rendered()
@@ -464,7 +468,8 @@ class Chat:
         marked = [{**m, "content": f"{_MARK}{i}."} for i, m in enumerate(self.messages)]
         chat = Chat(marked, self.tokenizer, self.template, self.tools)
         try:
-            parts, _ = chat.spans()
+            full, marks = chat.render(len(marked), marks=self.marks)
+            parts = [(full, [(0, *mark) for mark in marks])] if self.marks else chat.spans()[0]
         except UnusableRow:  # some roles' texts have a form
             return
         said = "".join(text[begin:end] for text, spans in parts for _, begin, end in spans)

@@ -211,7 +211,7 @@ def _objects(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def _empty(value: object) -> bool:
-    return value is None or value == "" or value == [] or value == {}
+    return value is None or value in ("", "[]", [], {})
 
 
 def _without_nulls(value: Any) -> Any:
