@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -343,6 +343,7 @@ class Chat:
             )
         self.tokenizer, self.template, self.tools = tokenizer, template, list(tools)
         self.special = tokenizer.special_tokens_map
+        self.key = frozenset(self.special.items())
         self.marks = bool(_GENERATION.search(template))
         thoughts = [next((m[name] for name in REASONING if name in m), None) for m in messages]
         bare = [{name: value for name, value in m.items() if name not in REASONING} for m in messages]
@@ -357,7 +358,7 @@ class Chat:
 
     def rendered(self) -> frozenset[str]:
         """The fields that the template renders."""
-        return rendered_fields(self.template, frozenset(self.special.items()))
+        return rendered_fields(self.template, self.key)
 
     def encode(self, finish_reasons: Sequence[str] = (), check: bool = False) -> Encoded:
         """The samples, as :func:`encode` describes them; not cut."""
@@ -371,7 +372,7 @@ class Chat:
         if answers and not any(spans for _, spans in parts):
             raise UnusableRow(notes[0].replace(_NO_LABEL, "no answer has a label, since "))
         samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
-        if prints_date(self.template, frozenset(self.special.items())):
+        if prints_date(self.template, self.key):
             notes += [_date_note(self.template)] * len(answers)
         return Encoded(samples, len(answers), tuple(notes), self.rendered())
 
@@ -437,28 +438,24 @@ class Chat:
         ``notes``: given what is wrong with the ids of an answer."""
         tokenizer, special = self.tokenizer, _special(self.tokenizer)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-        supervised, ends = [False] * len(ids), [end for _, end in places]
+        ids = list(encoded["input_ids"])
+        begins, ends = zip(*encoded["offset_mapping"], strict=True) if ids else ((), ())
+        supervised = [False] * len(ids)
         for i, begin, end in spans:
-            inside: list[int] = []
             # A token across the boundary (a space merged into the first word) is the assistant's.
-            for n in range(bisect_right(ends, begin), len(ids)):
-                if places[n][0] >= end:
-                    break
-                if places[n][0] < places[n][1]:
-                    inside.append(n)
-            last = next((n for n in reversed(inside) if ids[n] in special), None)
-            if last is not None and not str(tokenizer.decode(ids[last + 1 : inside[-1] + 1])).strip():
-                inside = [n for n in inside if n <= last]  # the line break after the end token is never generated
-            while i in cut and inside and ids[inside[-1]] in special:
-                inside.pop()
-            for n in inside:
-                supervised[n] = True
-            if notes is not None and inside:
+            first = bisect_right(ends, begin)
+            stop = bisect_left(begins, end, first)
+            last = next((n for n in range(stop - 1, first - 1, -1) if ids[n] in special), None)
+            if last is not None and (last == stop - 1 or not str(tokenizer.decode(ids[last + 1 : stop])).strip()):
+                stop = last + 1  # the line break after the end token is never generated
+            while i in cut and stop > first and ids[stop - 1] in special:
+                stop -= 1
+            supervised[first:stop] = [True] * (stop - first)
+            if notes is not None and first < stop:
                 prompt = _ids(tokenizer, self.render(i, prompt=True)[0])
-                if ids[: inside[0]] != prompt:
+                if ids[:first] != prompt:
                     notes.append("answers, of those looked at, follow other tokens than their prompt when decoding")
-                said = str(tokenizer.decode([ids[n] for n in inside], clean_up_tokenization_spaces=False))
+                said = str(tokenizer.decode(ids[first:stop], clean_up_tokenization_spaces=False))
                 if self.messages[i]["content"].strip() not in said:
                     notes.append("answers, of those looked at, have labels that are not their text")
         return Sample(ids, supervised)
