@@ -174,6 +174,11 @@ class Data(Section):
         default=None, description="a chat template (Jinja) or a file that holds one; the tokenizer's own if left out"
     )
     template_arguments: TemplateArguments = Field(default={})
+    reasoning: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="what the assistant thought before an answer (reasoning_content, reasoning, thinking): given to "
+        "the chat template, or left out",
+    )
     max_skipped: Share = Field(
         default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"
     )

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import cache
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
@@ -20,16 +23,20 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.common.command import first_line
-from draftsmith.data.formats import Completion, Message
+from draftsmith.data.formats import FLAGS, REASONING, Completion, Message
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
+Span = tuple[int, int, int]  # a message's number, and the begin and end of a part of it in a rendered text
 _LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
 _PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARK = "Zq7Uw3Xk"  # a text that no template has
+_NO_LABEL = "answers have no label, since "
+_OWN = "answers are samples of their own, since the chat template renders them differently once others follow"
 _ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around the assistant's text"
 
 
@@ -89,8 +96,14 @@ def apply_template(
     """Apply a chat template to a chat, by ``tokenizer.apply_chat_template``.
     Raises UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise
     anything."""
-    try:
+    with _refusals():
         return tokenizer.apply_chat_template(cast(Any, messages), chat_template=template, **options)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
     except MemoryError:
         raise
     except jinja2.TemplateError as error:
@@ -107,10 +120,9 @@ def encode_user_turn(
     """The prompt from which a model writes the user's next turn: the token ids of the conversation, rendered up to the
     beginning of that turn's text; and the first word of what the template writes after the text, where the turn ends.
     Raises UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is."""
-    mark = "Zq7Uw3Xk"  # a text that no template has
-    turn: Message = {"role": "user", "content": mark}
+    turn: Message = {"role": "user", "content": _MARK}
     text = str(apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True))
-    before, found, after = text.rpartition(mark)
+    before, found, after = text.rpartition(_MARK)
     if not found or not after.strip():
         raise UnusableRow("the chat template has no place where the user's turn begins and ends")
     # Most tokenizers join a space with the word after it.
@@ -120,12 +132,28 @@ def encode_user_turn(
 def encode_prompt(
     prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> list[int]:
-    """The token ids of a prompt: a text to be continued, with the special tokens that the tokenizer adds, or a
-    conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's turn.
+    """The token ids of a prompt: a text to be continued, after the special tokens that the tokenizer adds before one,
+    or a conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's
+    turn.
     Raises UnusableRow: there is no template, or it refuses the conversation or fails on it."""
     if isinstance(prompt, str):
-        return list(cast(list[int], tokenizer(prompt, verbose=False)["input_ids"]))
+        return _begun(tokenizer, _ids(tokenizer, prompt))
     return _ids(tokenizer, str(apply_template(prompt, tokenizer, template, add_generation_prompt=True, tokenize=False)))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row as samples: one, or several where the template renders an answer differently once others follow it.
+
+    answers: number of the assistant's messages.
+    notes: what is to be said of some of them, once for each: that they have no label, and why, …
+    rendered: the fields of its messages that the template renders.
+    """
+
+    samples: list[Sample]
+    answers: int = 0
+    notes: tuple[str, ...] = ()
+    rendered: frozenset[str] = frozenset()
 
 
 def encode(
@@ -133,93 +161,320 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     template: str | None,
     max_length: int,
-    finish_reasons: Sequence[str] = (),
-) -> Sample:
+    finish_reasons: Sequence[str] | str = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    reasoning: bool = True,
+    check: bool = False,
+) -> Encoded:
     """Token ids with the label mask, cut at ``max_length`` (never dropped).
-    ``finish_reasons``: why each of the assistant's turns ended, if known: after one that was cut ("length") the
-    template's end token is not a label, since the assistant did not write it.
-    Raises UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's.
-    ValueError: the template does so with every chat, there is none, or the tokenizer is not a fast one."""
+    ``finish_reasons``: why each of the assistant's turns ended, if known, or why the last one did: after one that was
+    cut ("length") the template's end token is not a label, since the assistant did not write it.
+    ``tools``: those that the assistant may call, for the template.
+    ``reasoning``: whether what the assistant wrote before its answer is given to the template.
+    ``check``: compare the ids before each answer with those of its prompt when decoding.
+    Raises UnusableRow: the template refuses this chat, fails on it, or does not show which part is the assistant's; or
+    no answer has a label. ValueError: the template does so with every chat, there is none, it has a message of another
+    role among the labels, or the tokenizer is not a fast one."""
+    if isinstance(finish_reasons, str):
+        finish_reasons = [finish_reasons]
+        if isinstance(content, list):
+            finish_reasons = [""] * (sum(m["role"] == "assistant" for m in content) - 1) + finish_reasons
     if isinstance(content, str):
-        ids = _ids(tokenizer, content)
-        sample = Sample(ids, [True] * len(ids))
+        ids = encode_prompt(content, tokenizer)
+        encoded = Encoded([Sample(ids, [True] * len(ids))])
     elif isinstance(content, Completion):
-        prompt, completion = _ids(tokenizer, content.prompt), _ids(tokenizer, content.completion)
-        if tokenizer.eos_token_id is not None:
-            completion.append(cast(int, tokenizer.eos_token_id))
-        sample = Sample(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+        encoded = Encoded([_encode_completion(content, tokenizer, "length" in finish_reasons[-1:])])
     else:
+        chat = Chat(content, tokenizer, template_of(tokenizer, template), tools, reasoning)
         try:
-            sample = _encode_chat(content, tokenizer, template)
+            encoded = chat.encode(finish_reasons, check)
         except UnusableRow as unusable:
             try:
-                _encode_chat(_PLAIN, tokenizer, template)
+                Chat(_PLAIN, tokenizer, chat.template).encode()
             except UnusableRow:
                 raise ValueError(str(unusable)) from None
             raise
-        _unmark_ends(sample, finish_reasons, tokenizer)
-    return Sample(sample.ids[:max_length], sample.supervised[:max_length])
-
-
-def _unmark_ends(sample: Sample, finish_reasons: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Remove from the labels the end tokens of the assistant's turns that were cut."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    marks = [False, *sample.supervised, False]
-    ends = [at for at in range(len(sample.ids)) if marks[at + 1] and not marks[at + 2]]  # of the assistant's turns
-    # The last reasons belong to these turns; fewer reasons than turns cannot be assigned.
-    known = finish_reasons[-len(ends) :] if 0 < len(ends) <= len(finish_reasons) else ()
-    for end, reason in zip(ends, known, strict=False):
-        while reason == "length" and end >= 0 and sample.supervised[end] and sample.ids[end] in special:
-            sample.supervised[end] = False
-            end -= 1
+    cut = [Sample(sample.ids[:max_length], sample.supervised[:max_length]) for sample in encoded.samples]
+    return replace(encoded, samples=cut)
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(cast(list[int], tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
 
 
-def _encode_chat(chat: list[Message], tokenizer: PreTrainedTokenizerBase, template: str | None) -> Sample:
-    """Token ids of a whole chat, with the assistant's turns as labels."""
-    used = template_of(tokenizer, template)
-    if not tokenizer.is_fast:
-        raise ValueError(
-            "the tokenizer is a slow one, which does not give the places of tokens in the text; "
-            "convert it to a fast one (tokenizer.json)"
+@lru_cache(16)
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer adds before a text. One that it adds after a text would end a prompt."""
+    ids = list(cast(list[int], tokenizer("a", verbose=False)["input_ids"]))
+    plain = _ids(tokenizer, "a")
+    places = [at for at in range(len(ids)) if ids[at : at + len(plain)] == plain]
+    return ids[: places[0]] if places else []
+
+
+def _begun(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """A text's ids after the special tokens that texts begin with, unless the text has them: a chat rendered before."""
+    first = _beginning(tokenizer)
+    return ids if ids[: len(first)] == first else first + ids
+
+
+@lru_cache(16)
+def _special(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def _encode_completion(content: Completion, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Sample:
+    """The prompt's ids when decoding, then those of the text that follows: a tokenizer may write a text's beginning
+    otherwise than the same text inside another one."""
+    plain, both = _ids(tokenizer, content.prompt), _ids(tokenizer, content.prompt + content.completion)
+    if both[: len(plain)] == plain:
+        completion = both[len(plain) :]
+    else:  # a token would reach over the boundary; behind a line break sentencepiece adds no space of its own
+        line, behind = _ids(tokenizer, "\n"), _ids(tokenizer, "\n" + content.completion)
+        same = behind[: len(line)] == line
+        completion = behind[len(line) :] if same else _ids(tokenizer, content.completion)
+    end = cast("int | None", tokenizer.eos_token_id)
+    if end is not None and not cut and completion[-1:] != [end]:
+        completion.append(end)
+    prompt = _begun(tokenizer, plain)
+    return Sample(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+
+
+@lru_cache(64)
+def rendered_fields(template: str, special: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """The fields that a chat template renders, of ``tools``, ``tool_calls`` and those of the reasoning: found by
+    rendering chats that have a mark in them. Of other fields, all names that stand in the template.
+    ``special``: the tokenizer's special tokens by their names."""
+
+    def shows(*, tools: Any = None, **fields: Any) -> bool:
+        answer = {"role": "assistant", "content": "", **fields}
+        try:
+            return _MARK in _render([_PLAIN[0], answer], template, dict(special), tools=tools)[0]
+        except UnusableRow:
+            return False
+
+    function = {"name": _MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": _MARK, "arguments": {}}}
+    found = set(re.findall(r"\w+", template)) - {"tools", "tool_calls", *REASONING}
+    if shows(tools=[{"type": "function", "function": function}], content="x"):
+        found.add("tools")
+    if shows(tool_calls=[call]):
+        found.add("tool_calls")
+    if shows(content="x", **dict.fromkeys(REASONING, _MARK)):
+        found.update(REASONING)
+    return frozenset(found)
+
+
+@lru_cache(64)
+def prints_date(template: str, special: frozenset[tuple[str, str]]) -> bool:
+    """Whether a chat template prints the day's date: found by rendering a chat at two dates."""
+    if "strftime_now" not in template:
+        return False
+    dates = (f"{{% macro strftime_now(form) %}}{date}{{% endmacro %}}" for date in ("01 Jan 2001", "02 Feb 2002"))
+    try:
+        first, second = (_render(_PLAIN, date + template, dict(special))[0] for date in dates)
+    except UnusableRow:
+        return False
+    return first != second
+
+
+def rendered_today(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
+    """A chat as a template that prints the day's date renders it; None for another template."""
+    own = tokenizer.chat_template
+    used = template or (own.get("default") if isinstance(own, dict) else own)
+    special = tokenizer.special_tokens_map
+    if not isinstance(used, str) or not prints_date(used, frozenset(special.items())):
+        return None
+    return _render(_PLAIN, used, special)[0]
+
+
+def _date_note(template: str) -> str:
+    names = re.findall(r"\b[a-z_]*date[a-z_]*\b", template)
+    how = f"data.template_arguments={{{names[0]}: …}}" if names else "a data.template without it"
+    return f"answers stand under the date of today, which the chat template prints; pin it by {how}"
+
+
+def _render(
+    messages: Sequence[Message],
+    template: str,
+    special: Mapping[str, Any],
+    *,
+    tools: Any = None,
+    prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """A chat rendered as ``tokenizer.apply_chat_template`` does, and the places of the template's generation blocks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    with _refusals():
+        texts, places = cast(
+            Any,
+            render_jinja_template(
+                [list(messages)],
+                tools=tools or None,
+                chat_template=template,
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **special,
+            ),
         )
+    return texts[0], places[0] if marks else []
 
-    if _GENERATION.search(used):
-        rendered = cast(
-            "BatchEncoding", apply_template(chat, tokenizer, used, return_dict=True, return_assistant_tokens_mask=True)
-        )
-        return Sample(list(rendered["input_ids"]), [bool(mark) for mark in rendered["assistant_masks"]])
 
-    def render(messages: list[Message], prompt: bool = False) -> str:
-        return str(apply_template(messages, tokenizer, used, tokenize=False, add_generation_prompt=prompt))
+class Chat:
+    """A conversation as a template renders it.
 
-    full = render(chat)
-    spans: list[tuple[int, int]] = []
-    last = max((i for i, m in enumerate(chat) if m["role"] == "assistant"), default=-1)
-    for i, message in enumerate(chat):
-        if message["role"] != "assistant":
-            continue
-        before, upto = render(chat[:i], prompt=True), render(chat[: i + 1])
-        if upto.startswith(before) and full.startswith(upto):
-            spans.append((len(before), len(upto)))
-        elif i == last:  # templates may render earlier turns differently (Qwen3 drops their thinking)
-            raise UnusableRow(
-                "the chat template renders the prompt of the last turn differently from the turn itself, so that the "
-                f"assistant's part cannot be found; {_ADVICE}"
+    The labels are the template's generation blocks, or what it renders for an answer after that answer's prompt.
+    Raises ValueError: the tokenizer is a slow one.
+    """
+
+    def __init__(
+        self,
+        messages: list[Message],
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        reasoning: bool = True,
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(
+                "the tokenizer is a slow one, which does not give the places of tokens in the text; "
+                "convert it to a fast one (tokenizer.json)"
             )
-    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    supervised = [False] * len(ids)
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    for begin, end in spans:
-        # A token across the boundary (a space merged into the first word) is the assistant's.
-        inside = [n for n, (a, b) in enumerate(places) if a < b and b > begin and a < end]
-        ends = [n for n in inside if ids[n] in special]
-        if ends and not str(tokenizer.decode(ids[ends[-1] + 1 : inside[-1] + 1])).strip():
-            inside = [n for n in inside if n <= ends[-1]]  # the line break after the end token is never generated
-        for n in inside:
-            supervised[n] = True
-    return Sample(ids, supervised)
+        self.tokenizer, self.template, self.tools = tokenizer, template, list(tools)
+        self.special = tokenizer.special_tokens_map
+        self.key = frozenset(self.special.items())
+        self.marks = bool(_GENERATION.search(template))
+        thoughts = [next((m[name] for name in REASONING if name in m), None) for m in messages]
+        bare = [{name: value for name, value in m.items() if name not in REASONING} for m in messages]
+        self.messages = bare
+        if reasoning and any(thoughts):  # templates read one of these names
+            pairs = zip(bare, thoughts, strict=True)
+            self.messages = [m if t is None else {**m, **dict.fromkeys(REASONING, t)} for m, t in pairs]
+
+    def render(self, end: int, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The first messages, and the places of the generation blocks."""
+        return _render(self.messages[:end], self.template, self.special, tools=self.tools, prompt=prompt, marks=marks)
+
+    def rendered(self) -> frozenset[str]:
+        """The fields that the template renders."""
+        return rendered_fields(self.template, self.key)
+
+    def encode(self, finish_reasons: Sequence[str] = (), check: bool = False) -> Encoded:
+        """The samples, as :func:`encode` describes them; not cut."""
+        if check:
+            self._check_roles()
+        answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        # The last reasons belong to these turns; fewer reasons than turns cannot be assigned.
+        known = finish_reasons[-len(answers) :] if len(answers) <= len(finish_reasons) else ()
+        cut = {i for i, reason in zip(answers, known, strict=False) if reason == "length"}
+        parts, notes = self.spans()
+        if answers and not any(spans for _, spans in parts):
+            raise UnusableRow(notes[0].replace(_NO_LABEL, "no answer has a label, since "))
+        samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
+        if prints_date(self.template, self.key):
+            notes += [_date_note(self.template)] * len(answers)
+        return Encoded(samples, len(answers), tuple(notes), self.rendered())
+
+    def spans(self) -> tuple[list[tuple[str, list[Span]]], list[str]]:
+        """The rendered texts, the whole chat's first, with the assistant's parts in them; and what is to be noted of
+        answers, once for each.
+        Raises UnusableRow: the template has no place for a call, or does not show where an answer is."""
+        chat = self.messages
+        if any("tool_calls" in m for m in chat) and "tool_calls" not in self.rendered():
+            raise UnusableRow("the chat template does not render 'tool_calls'")
+        answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
+        full, marks = self.render(len(chat), marks=self.marks)
+        in_order = self.marks and len(marks) == len(answers)
+        labels: list[Span] = []
+        parts, notes = [(full, labels)], list[str]()
+        for number, i in enumerate(answers):
+            if why := self._not_trained_on(chat[i]):
+                notes.append(_NO_LABEL + why)
+                continue
+            before = self.render(i, prompt=True)[0]
+            if in_order and full.startswith(before):
+                labels.append((i, max(marks[number][0], len(before)), marks[number][1]))
+                continue
+            upto, own = (full, marks) if i == len(chat) - 1 else self.render(i + 1, marks=self.marks)
+            own = own if self.marks else [(0, len(upto))]
+            found = [(i, max(begin, len(before)), end) for begin, end in own if end > len(before)]
+            if not upto.startswith(before):
+                found = []
+            if found and full.startswith(upto):
+                labels += found
+            elif found:  # Qwen3 drops the thinking of earlier turns, Mistral moves the system message to the last one
+                parts.append((upto, found))
+                notes.append(_OWN)
+            elif in_order:
+                labels.append((i, *marks[number]))
+                notes.append("answers follow another text than their prompt when decoding")
+            elif i == answers[-1] and not self.marks:
+                raise UnusableRow(
+                    "the chat template renders the prompt of the last turn differently from the turn itself, so that "
+                    f"the assistant's part cannot be found; {_ADVICE}"
+                )
+            else:
+                what = (
+                    "marks no part of them behind their prompt"
+                    if self.marks
+                    else "renders their prompt differently from the turn"
+                )
+                notes.append(f"{_NO_LABEL}the chat template {what}")
+        return parts, notes
+
+    def _not_trained_on(self, message: Message) -> str | None:
+        """Why an answer gets no label, whatever the template renders."""
+        for name in FLAGS:
+            if not message.get(name, True):
+                return f"'{name}' is {int(message[name])}"
+        if message["content"].strip() or "tool_calls" in message:
+            return None
+        thought = REASONING[0] in message and REASONING[0] in self.rendered()
+        return None if thought else "nothing is written in them"  # the label would be the end token alone
+
+    def _sample(self, text: str, spans: Sequence[Span], cut: Collection[int], notes: list[str] | None) -> Sample:
+        """Token ids and labels of a text. ``cut``: the messages whose end was not written.
+        ``notes``: given what is wrong with the ids of an answer."""
+        tokenizer, special = self.tokenizer, _special(self.tokenizer)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = list(encoded["input_ids"])
+        begins, ends = zip(*encoded["offset_mapping"], strict=True) if ids else ((), ())
+        supervised = [False] * len(ids)
+        for i, begin, end in spans:
+            # A token across the boundary (a space merged into the first word) is the assistant's.
+            first = bisect_right(ends, begin)
+            stop = bisect_left(begins, end, first)
+            last = next((n for n in range(stop - 1, first - 1, -1) if ids[n] in special), None)
+            if last is not None and (last == stop - 1 or not str(tokenizer.decode(ids[last + 1 : stop])).strip()):
+                stop = last + 1  # the line break after the end token is never generated
+            while i in cut and stop > first and ids[stop - 1] in special:
+                stop -= 1
+            supervised[first:stop] = [True] * (stop - first)
+            if notes is not None and first < stop:
+                prompt = _ids(tokenizer, self.render(i, prompt=True)[0])
+                if ids[:first] != prompt:
+                    notes.append("answers, of those looked at, follow other tokens than their prompt when decoding")
+                said = str(tokenizer.decode(ids[first:stop], clean_up_tokenization_spaces=False))
+                if self.messages[i]["content"].strip() not in said:
+                    notes.append("answers, of those looked at, have labels that are not their text")
+        return Sample(ids, supervised)
+
+    def _check_roles(self) -> None:
+        """Raises ValueError: the template renders the text of another role where the assistant's is."""
+        marked = [{**m, "content": f"{_MARK}{i}."} for i, m in enumerate(self.messages)]
+        chat = Chat(marked, self.tokenizer, self.template, self.tools)
+        try:
+            full, marks = chat.render(len(marked), marks=self.marks)
+            parts = [(full, [(0, *mark) for mark in marks])] if self.marks else chat.spans()[0]
+        except UnusableRow:  # some roles' texts have a form
+            return
+        said = "".join(text[begin:end] for text, spans in parts for _, begin, end in spans)
+        for message in marked:
+            if message["role"] != "assistant" and message["content"] in said:
+                mark = _GENERATION.search(self.template)
+                line = f" (its line {self.template.count(chr(10), 0, mark.start()) + 1})" if mark else ""
+                raise ValueError(
+                    f"the chat template renders a message of the role '{message['role']}' as the assistant's words"
+                    f"{line}, which would be trained on; {_ADVICE}"
+                )

@@ -6,16 +6,22 @@
     prompt, completion  two texts, or two lists of messages     to train on; a prompt alone can only be asked
     text                a document                              to train on
 
+Beside a conversation: ``system``, a text that becomes its first message, and ``tools``. A message may have further
+fields (``tool_calls``, ``reasoning_content``, ``weight``, …); they are kept, without those that are null or empty, so
+that a row is the same from JSON and from parquet, which gives each message the fields of all others.
+
 :func:`read_sample` reads rows to train on, :func:`read_prompt` rows that ask something. Light to import.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.data.rows import UnusableRow
 
-Message = dict[str, str]
+Message = dict[str, Any]  # "role" and "content" are texts
 _SHAREGPT = {
     "human": "user",
     "user": "user",
@@ -26,6 +32,12 @@ _SHAREGPT = {
     "tool": "tool",
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
+RESULTS = ("tool", "function")  # roles of the results of calls
+FLAGS = ("weight", "loss", "train", "loss_mask")  # 0 or false: the message is not trained on
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant wrote before its answer
+# Fields that are read wherever they have an effect, and those that train/distill.py notes for people.
+_KNOWN = {"messages", "conversations", "turns", "prompt", "completion", "text", "id", "source", "finish_reason"}
+_KNOWN |= {"role", "content", "from", "value"}
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,13 @@ def read_sample(row: Any) -> str | list[Message] | Completion:
     if chat is None and "prompt" in fields and "completion" in fields:
         prompt, completion = fields["prompt"], fields["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(_text(prompt, "prompt"), _text(completion, "completion"))
-        chat = _messages(prompt, "prompt") + _messages(completion, "completion")
+            return Completion(_text(prompt, "prompt"), _filled(completion, "completion"))
+        chat = _with_system([*_messages(prompt, "prompt"), *_messages(completion, "completion")], fields)
     if chat is None and "text" in fields:
         return _filled(fields["text"], "text")
     if chat is None:
         raise _unknown(fields, "one of messages, conversations, prompt and completion, or text")
-    first = next((i for i, m in enumerate(chat) if m["role"] in ("user", "tool")), None)
+    first = next((i for i, m in enumerate(chat) if m["role"] in ("user", *RESULTS)), None)
     if first is None:
         raise UnusableRow("a conversation without a turn of the user")
     return [m for i, m in enumerate(chat) if i >= first or m["role"] != "assistant"]
@@ -80,8 +92,27 @@ def read_prompt(row: Any) -> str | list[Message] | Turns:
     if "prompt" not in fields:
         raise _unknown(fields, "one of messages, conversations, turns or prompt")
     if isinstance(fields["prompt"], list | tuple):
-        return _messages(fields["prompt"], "prompt")
+        return _with_system(_messages(fields["prompt"], "prompt"), fields)
     return _filled(fields["prompt"], "prompt", "a text or a list of messages")
+
+
+def read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools that a conversation's assistant may call, as objects or as the text of their JSON; none if left out.
+    Raises UnusableRow: they are neither."""
+    return _objects(row.get("tools"), "tools")
+
+
+def unused_fields(row: Any, used: Collection[str]) -> set[str]:
+    """The names of a row's and its messages' fields that hold something and are neither part of a format nor among
+    ``used``."""
+    found = {str(name) for name, value in row.items() if not _empty(value)}
+    turns = [row[name] for name in ("messages", "conversations", "prompt", "completion") if _is_chat(row.get(name))]
+    found |= {str(name) for turn in itertools.chain(*turns) for name, value in turn.items() if not _empty(value)}
+    return found - _KNOWN - set(used) - ({"system"} if turns else set())
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value)
 
 
 def _fields(row: Any) -> dict[str, Any]:
@@ -96,11 +127,20 @@ def _unknown(fields: Mapping[str, Any], needed: str) -> UnusableRow:
 
 
 def _conversation(fields: Mapping[str, Any]) -> list[Message] | None:
-    if "messages" in fields:
-        return _messages(fields["messages"], "messages")
-    if "conversations" in fields:
-        return _messages(fields["conversations"], "conversations")
+    for name in ("messages", "conversations"):
+        if name in fields:
+            return _with_system(_messages(fields[name], name), fields)
     return None
+
+
+def _with_system(chat: list[Message], fields: Mapping[str, Any]) -> list[Message]:
+    """A conversation with the text of the field ``system`` as its first message."""
+    system = fields.get("system", "")
+    if system in ("", chat[0]["content"] if chat[0]["role"] == "system" else ""):
+        return chat
+    if chat[0]["role"] == "system":
+        raise UnusableRow("the field 'system' and the first message are two different system messages")
+    return [{"role": "system", "content": _text(system, "system")}, *chat]
 
 
 def _messages(messages: object, where: str) -> list[Message]:
@@ -109,21 +149,76 @@ def _messages(messages: object, where: str) -> list[Message]:
         raise UnusableRow(f"{where} is {_kind(messages)}; a list of messages is needed")
     if not messages:
         raise UnusableRow("an empty conversation")
-    sharegpt = where == "conversations" and not (isinstance(messages[0], Mapping) and "role" in messages[0])
+    return [_message(turn, where == "conversations") for turn in messages]
+
+
+def _message(turn: Any, sharegpt: bool) -> Message:
+    sharegpt = sharegpt and isinstance(turn, Mapping) and turn.get("role") is None  # some data sets mix both
     role_key, text_key = ("from", "value") if sharegpt else ("role", "content")
-    chat: list[Message] = []
-    for turn in messages:
-        if not isinstance(turn, Mapping) or role_key not in turn or text_key not in turn:
-            raise UnusableRow(f"a turn has no '{role_key}' or no '{text_key}'")
-        role, text = turn[role_key], turn[text_key]
-        known = _SHAREGPT if sharegpt else _ROLES
-        if not isinstance(role, str) or role not in known:
-            what = "is from an unknown speaker" if sharegpt else "has an unknown role"
-            raise UnusableRow(f"a turn {what} (known: {', '.join(known)})")
-        if isinstance(text, list) and text and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
-            text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)
-        chat.append({"role": _SHAREGPT.get(role, role), "content": _text(text, f"a turn's '{text_key}'")})
-    return chat
+    if not isinstance(turn, Mapping) or role_key not in turn:
+        raise UnusableRow(f"a turn has no '{role_key}' or no '{text_key}'")
+    role, text = turn[role_key], turn.get(text_key)
+    known = _SHAREGPT if sharegpt else _ROLES
+    if not isinstance(role, str) or role not in known:
+        what = "is from an unknown speaker" if sharegpt else "has an unknown role"
+        raise UnusableRow(f"a turn {what} (known: {', '.join(known)})")
+    more = {str(name): _without_nulls(value) for name, value in turn.items() if not _empty(value)}
+    for name in (role_key, text_key):
+        more.pop(name, None)
+    if "function_call" in more:  # OpenAI's older form
+        more.setdefault("tool_calls", [{"type": "function", "function": more.pop("function_call")}])
+    if "tool_calls" in more:
+        more["tool_calls"] = [_call(call) for call in _objects(more["tool_calls"], "a turn's 'tool_calls'")]
+    for name in FLAGS:
+        if more.get(name, 1) not in (0, 1):
+            raise UnusableRow(f"a turn's '{name}' is neither 0 nor 1")
+    if text is None and ("tool_calls" in more or any(name in more for name in REASONING)):
+        text = ""
+    elif text_key not in turn:
+        raise UnusableRow(f"a turn has no '{role_key}' or no '{text_key}'")
+    if isinstance(text, list) and text and all(isinstance(p, Mapping) and p.get("type") == "text" for p in text):
+        text = "".join(_text(part.get("text"), f"a turn's '{text_key}'") for part in text)
+    return {"role": _SHAREGPT.get(role, role), "content": _text(text, f"a turn's '{text_key}'"), **more}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates need them; OpenAI's are the text of one."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRow("a call has no function with a name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _objects(value: object, where: str) -> list[dict[str, Any]]:
+    """A list of objects, given as such or as the text of its JSON; without nulls."""
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise UnusableRow(f"{where} is a text that is no JSON; a list of objects is needed") from None
+    if _empty(value):
+        return []
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise UnusableRow(f"{where} is {_kind(value)}; a list of objects is needed")
+    return _without_nulls(value)
+
+
+def _empty(value: object) -> bool:
+    return value is None or value in ("", "[]", [], {})
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls in it, which Arrow adds to objects that lack another's fields."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _text(value: object, where: str, needed: str = "a text") -> str:

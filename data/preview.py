@@ -10,6 +10,7 @@ Supervised tokens are green and underlined on a terminal, and stand between ⟦ 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
@@ -55,17 +56,18 @@ def show(samples: Tokenized, number: int, tokenizer: PreTrainedTokenizerBase, co
 
 
 def summary(samples: Tokenized, max_length: int) -> str:
-    """Counts, lengths and shares in two lines, and a table of the skipped rows."""
+    """Counts, lengths and shares in two lines, a table of the skipped rows, and what of the others is not used."""
     import numpy as np
 
     sizes = np.diff(samples.starts)
     low, middle, high = np.percentile(sizes, [5, 50, 95]).astype(int)
+    notes = "".join(f"\n{line}" for line in replace(samples.skipped, reasons={}).lines())
     cut, without = (sizes == max_length).mean(), samples.without_label()
     return (
         f"{len(samples):,} samples, {len(samples.tokens):,} tokens, "
         f"{samples.supervised.mean() if len(samples.tokens) else 0:.1%} supervised; {without} samples without a label\n"
         f"lengths: 5 % below {low}, half below {middle}, 95 % below {high}, longest {sizes.max()}; "
-        f"{cut:.1%} fill max_length={max_length} (cut, if longer)" + skipped_table(samples.skipped)
+        f"{cut:.1%} fill max_length={max_length} (cut, if longer)" + skipped_table(samples.skipped) + notes
     )
 
 

@@ -38,10 +38,16 @@ class Skipped:
 
     rows: number of rows read, including these.
     reasons: reason → number of rows, and the place of the first (``row 7``, ``line 3 of a.jsonl``).
+    answers: number of the assistant's messages in the other rows.
+    notes: what is to be said of some of these answers → how many they are, and the place of the first.
+    unused: field without an effect → number of rows that have it, and the place of the first.
     """
 
     rows: int = 0
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+    answers: int = 0
+    notes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    unused: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -50,10 +56,15 @@ class Skipped:
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
         """Count ``count`` more rows, the first of them at ``place``."""
-        if reason not in self.reasons and len(self.reasons) >= MOST_REASONS:
-            reason = "other reasons"
-        before, first = self.reasons.get(reason, (0, place))
-        self.reasons[reason] = before + count, first
+        _count(self.reasons, reason, place, count, "other reasons")
+
+    def note(self, place: str, answers: int, notes: Iterable[str], unused: Iterable[str]) -> None:
+        """Count a row that is used, in parts."""
+        self.answers += answers
+        for note in notes:
+            _count(self.notes, note, place)
+        for name in sorted(unused):
+            _count(self.unused, name, place, rest="others")
 
     def table(self) -> list[tuple[int, str, str]]:
         """Count, reason and place of the first row, the most frequent reason first."""
@@ -63,6 +74,13 @@ class Skipped:
     def __str__(self) -> str:
         reasons = "; ".join(f"{count:,} × {reason} (first: {place})" for count, reason, place in self.table())
         return f"{self.count:,} of {self.rows:,} rows skipped: {reasons}"
+
+    def lines(self) -> list[str]:
+        """What is to be said of the rows: which were skipped, and what of the others is not used."""
+        found = [str(self)] if self.count else []
+        found += [f"{n:,} of {self.answers:,} {note} (first: {place})" for note, (n, place) in self.notes.items()]
+        names = ", ".join(f"{name} ({n:,} rows, first: {place})" for name, (n, place) in self.unused.items())
+        return [*found, f"fields without an effect: {names}"] if names else found
 
     def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
@@ -74,6 +92,13 @@ class Skipped:
                 f"data source '{source}': {self}. That is more than data.max_skipped={max_share:g} of them; correct "
                 "the data, or raise data.max_skipped"
             )
+
+
+def _count(counts: dict[str, tuple[int, str]], what: str, place: str, count: int = 1, rest: str = "others") -> None:
+    if what not in counts and len(counts) >= MOST_REASONS:
+        what = rest
+    before, first = counts.get(what, (0, place))
+    counts[what] = before + count, first
 
 
 def usable(

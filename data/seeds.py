@@ -11,18 +11,21 @@ import json
 import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from draftsmith.common.command import make_console
 from draftsmith.common.sections import Source
-from draftsmith.data.formats import Message, Turns, read_prompt
+from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, Turns, read_prompt, unused_fields
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
+console = make_console()
 TOO_LONG = "too long"
 CUT_THINKING, EMPTY = "cut while thinking", "empty answer"  # of a server; a request that is sent again ends so again
 CUT, REPETITIVE = "user's turn cut", "user's turn repetitive"
 DUPLICATE, SHORT = "user's turn duplicate", "user's turn short"
 REJECTIONS = (CUT, REPETITIVE, DUPLICATE, SHORT)
+UNASKED = {*FLAGS, *REASONING, "tool_calls", "function_call"}  # of answers, which the target writes anew
 WRITTEN = "target"  # source of the conversations that the model begins itself
 # A character of a script that is written without spaces counts as a word.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
@@ -59,12 +62,13 @@ def written_seeds(count: int) -> list[Seed]:
 
 def read_seed(row: Any) -> tuple[Message, ...]:
     """The user's and the system's messages of a row, up to the last one of the user and before the first result of a
-    tool, which belongs to a call that the target has not made.
+    call, which the target has not made.
     Raises UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing."""
     content = read_prompt(row)
     texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
     chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
-    messages = [m for m in itertools.takewhile(lambda m: m["role"] != "tool", chat) if m["role"] != "assistant"]
+    before = itertools.takewhile(lambda m: m["role"] not in RESULTS, chat)
+    messages = [{name: m[name] for name in ("role", "content")} for m in before if m["role"] != "assistant"]
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if not messages:
@@ -81,7 +85,12 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
     total = Skipped()
     for source in sources:
         skipped = Skipped()
-        for _, messages in usable(itertools.islice(rows(source)[0], source.limit), read_seed, skipped):
+
+        def read(row: Any, skipped: Skipped = skipped) -> tuple[tuple[Message, ...], set[str]]:
+            return read_seed(row), unused_fields(row, UNASKED)
+
+        for place, (messages, unused) in usable(itertools.islice(rows(source)[0], source.limit), read, skipped):
+            skipped.note(place, 0, (), unused)
             digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
             result.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
             seen[digest] += 1
@@ -89,6 +98,8 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
         total.rows += skipped.rows
         for count, reason, place in skipped.table():
             total.add(reason, place if len(sources) == 1 else f"{place} of {source.source}", count)
+        for line in replace(skipped, reasons={}).lines():
+            console.print(f"seeds of {source.source}: {line}")
     if not result:
         why = f": {total}" if total.count else ""
         raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything{why}")

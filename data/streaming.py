@@ -45,18 +45,27 @@ class StreamedRows:
         self.length = data.max_length
         self.template = template_for(data, tokenizer)
         first, known = rows(source, skip=0)
-        facts = json.dumps([known, tokenizer_facts(tokenizer, self.template)], sort_keys=True)
+        facts = tokenizer_facts(tokenizer, self.template)
+        today = facts.pop("today")
         self.request: dict[str, Any] = {
             "source": source.model_dump(exclude={"weight"}),
             "max_length": data.max_length,
             "packing": data.packing,
             "seed": seed,
-            "of": hashlib.sha256(facts.encode()).hexdigest(),  # files by their sizes
+            "reasoning": data.reasoning,
+            "today": today,
+            "of": hashlib.sha256(json.dumps([known, facts], sort_keys=True).encode()).hexdigest(),  # files: their sizes
         }
         self.ends: list[int] = []  # number of rows up to the end of each window, over all epochs
         self.per_epoch: int | None = None  # number of windows; known once the source has ended
-        if note.exists() and (kept := json_object(note)).get("asked") == self.request:
+        kept = json_object(note) if note.exists() else {}
+        if kept.get("asked") == self.request:
             self.ends, self.per_epoch = kept["ends"], kept["per_epoch"]
+        elif today and isinstance(kept.get("asked"), dict) and {**kept["asked"], "today": today} == self.request:
+            raise ValueError(
+                f"data source '{source.source}': its chats were streamed with another date, which the chat template "
+                "prints; pin that date by data.template_arguments, or begin a new run"
+            )
         self._window: tuple[int, Rows | None, np.ndarray] | None = None
         self._reading: tuple[int, Any] | None = (0, first)  # the next window of the open iterator
         self.skipped = self._load(0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,16 @@ from safetensors.numpy import save_file
 
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
-from draftsmith.data.chat import check_template, encode, template_of, with_arguments
-from draftsmith.data.formats import read_sample
+from draftsmith.data.chat import check_template, encode, rendered_today, template_of, with_arguments
+from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "4"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
+_VERSION = "5"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
+LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 
 
 def template_for(data: Any, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
@@ -66,6 +68,8 @@ def tokenizer_facts(tokenizer: PreTrainedTokenizerBase, template: str | None) ->
         # Not part of the above: appended to completions, and printed by templates.
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "template": template or tokenizer.chat_template,
+        "transformers": importlib.metadata.version("transformers"),  # it renders the template
+        "today": rendered_today(tokenizer, template),
     }
 
 
@@ -85,6 +89,7 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
         "rows": known,
         **tokenizer_facts(tokenizer, template),
         "max_length": data.max_length,
+        "reasoning": data.reasoning,
     }
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder()
@@ -102,9 +107,8 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
         if samples is None:
             samples = encoded(source_rows, source, data, tokenizer, template)
             arrays = {"tokens": samples.tokens, "supervised": samples.supervised, "starts": samples.starts}
-            skipped = {"rows": samples.skipped.rows, "reasons": samples.skipped.reasons}
             with replacing(path) as temporary:
-                save_file(arrays, temporary, {"skipped": json.dumps(skipped)})
+                save_file(arrays, temporary, {"skipped": json.dumps(asdict(samples.skipped))})
     return check(samples, source, data)
 
 
@@ -114,10 +118,11 @@ def _cached(path: Path) -> Tokenized | None:
         return None
     try:
         with safe_open(path, "np") as file:
-            skipped = json.loads(file.metadata()["skipped"])
+            kept = json.loads(file.metadata()["skipped"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-        reasons = {reason: (count, place) for reason, (count, place) in skipped["reasons"].items()}
-        return Tokenized(**arrays, skipped=Skipped(skipped["rows"], reasons))
+        for name in ("reasons", "notes", "unused"):
+            kept[name] = {what: (count, place) for what, (count, place) in kept[name].items()}
+        return Tokenized(**arrays, skipped=Skipped(**kept))
     except (SafetensorError, TypeError, ValueError, LookupError):  # damaged
         path.unlink()
         return None
@@ -132,19 +137,37 @@ def encoded(
 ) -> Tokenized:
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
     Raises ValueError: an error of all rows."""
+    used = set(FLAGS) if data.reasoning == "keep" else {*FLAGS, *REASONING}
+    place, looked_at, seen, skipped = "", 0, set[tuple[str, ...]](), Skipped()
 
-    def read(row: Mapping[str, Any]) -> Sample:
+    def placed() -> Iterator[tuple[str, Any]]:
+        nonlocal place
+        for one in placed_rows:
+            place = one[0]
+            yield one
+
+    def read(row: Mapping[str, Any]) -> list[Sample]:
+        nonlocal looked_at
+        content, tools, look = read_sample(row), [], False
+        if isinstance(content, list):
+            tools, roles = read_tools(row), tuple(message["role"] for message in content)
+            look = looked_at < LOOKED_AT or roles not in seen
+            seen.add(roles)
+            looked_at += 1
         reasons = row.get("finish_reason")
-        reasons = reasons if isinstance(reasons, list) else ()
+        reasons = reasons if isinstance(reasons, list | str) else ()
         try:
-            return encode(read_sample(row), tokenizer, template, data.max_length, reasons)
+            keep = data.reasoning == "keep"
+            done = encode(content, tokenizer, template, data.max_length, reasons, tools, reasoning=keep, check=look)
         except UnusableRow:
             raise
         except ValueError as error:
-            raise ValueError(f"data source '{source.source}': {error}") from None
+            raise ValueError(f"data source '{source.source}': {error} (first: {place})") from None
+        skipped.note(place, done.answers, done.notes, unused_fields(row, used | done.rendered))
+        return done.samples
 
-    skipped = Skipped()
-    samples = Tokenized.of(sample for _, sample in usable(placed_rows, read, skipped))
+    found = usable(placed(), read, skipped)
+    samples = Tokenized.of(sample for _, samples in found for sample in samples)
     return replace(samples, skipped=skipped)
 
 

@@ -1,7 +1,9 @@
 """The tokenizer of a model: tokenizer.json, tokenizer.model (sentencepiece) or tiktoken files."""
 
+import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import first_line
 from draftsmith.models.stored import resolve_folder
@@ -14,6 +16,28 @@ _VOCABULARIES = (
     "tokenizer.json tokenizer.model* *.tiktoken tiktoken.model vocab.json vocab.txt *.spm spiece.model "
     "sentencepiece.bpe.model tekken.json"
 ).split()
+_PROBE = "In 2024, 1000 x  10.5\n\n\tNaïve 日本 it's <s> A_b(1)"  # digits, spaces, scripts: what splits differ in
+
+
+def _differs(tokenizer: Any, file: Path) -> bool:
+    """Whether a tokenizer gives other ids than its tokenizer.json: from version 5 on, transformers makes the tokenizer
+    of some classes (GPT2Tokenizer, LlamaTokenizer, …) by the class's own rules."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.is_file():
+        return False
+    text = file.read_text(encoding="utf-8")
+    for name in ("normalizer", "pre_tokenizer"):  # before the vocabulary, which takes a second to read
+        place = re.search(rf'"{name}"\s*:\s*', text)
+        stored = place and json.JSONDecoder().raw_decode(text, place.end())[0]
+        part = getattr(backend, name)
+        if stored != (part and json.loads(part.__getstate__())) and (stored or name != "normalizer"):
+            break  # without a normalizer in the file, as from GGUF, the class's own is the right one
+    else:
+        return False
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+    return tokenizer(_PROBE, add_special_tokens=False)["input_ids"] != ids
 
 
 def load_tokenizer(
@@ -26,10 +50,12 @@ def load_tokenizer(
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
 
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if _differs(tokenizer, folder / "tokenizer.json"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # takes the file as it is
         ids = tokenizer("word", add_special_tokens=False)["input_ids"]
     except BaseException as error:  # transformers raises many types for damaged files, tokenizers may panic
         stops = not isinstance(error, Exception) and type(error).__name__ != "PanicException"

@@ -175,8 +175,10 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             keep = PartialState().is_main_process
             streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, state, keep=keep)
             rows.append(streamed)
-            skipped = f"; in its first window {streamed.skipped}" if streamed.skipped.count else ""
-            console.print(f"  {source.source} ({source.split}): streamed{skipped}")
+            lines = streamed.skipped.lines()
+            console.print(f"  {source.source} ({source.split}): streamed{'; in its first window:' if lines else ''}")
+            for line in lines:
+                console.print(f"    {line}")
             continue
         if source.answers is not None:
             samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
@@ -187,8 +189,8 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
             f"{labels / max(1, len(samples.tokens)):.0%} supervised"
         )
-        if samples.skipped.count:
-            console.print(f"  {source.source} ({source.split}): {samples.skipped}")
+        for line in samples.skipped.lines():
+            console.print(f"  {source.source} ({source.split}): {line}")
         rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return rows
 

@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.common.sections import Data
-from draftsmith.data.chat import apply_template, check_template, encode, with_arguments
+from draftsmith.data.chat import apply_template, check_template, with_arguments
+from draftsmith.data.chat import encode as encode_row
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.tokenized import template_for
@@ -41,6 +42,12 @@ def tokenizer_of(name, template=True):
     return tokenizer
 
 
+def encode(*arguments, **options):
+    """The only sample of a row."""
+    [sample] = encode_row(*arguments, **options).samples
+    return sample
+
+
 def marked(sample, tokenizer):
     text, places = "", range(len(sample.ids))
     for supervised, run in itertools.groupby(places, lambda i: sample.supervised[i]):
@@ -70,12 +77,6 @@ SYSTEM = (
             "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
             "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Yes: naïve 日本.<|eot_id|>⟧",
         ),
-        (
-            "qwen3",  # an earlier turn, once history, is rendered otherwise than it was written
-            "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n3, I think.<|im_end|>\n"
-            "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-            "⟦<think>\n\n</think>\n\nYes: naïve 日本.<|im_end|>⟧\n",
-        ),
         ("mistral", "<s>[INST] Add 1 and 2. [/INST]⟦ 3, I think.</s>⟧[INST] Sure? [/INST]⟦ Yes: naïve 日本.</s>⟧"),
         (
             "chatml",
@@ -87,6 +88,19 @@ SYSTEM = (
 def test_supervised_tokens_as_marked_by_hand(name, text):
     tokenizer = tokenizer_of(name)
     assert marked(encode(CHAT, tokenizer, None, 10_000), tokenizer) == text
+
+
+def test_an_answer_that_is_rendered_differently_later_is_a_sample_of_its_own():
+    """Qwen3 drops the thinking of earlier turns: each answer is trained on behind its prompt when decoding."""
+    tokenizer = tokenizer_of("qwen3")
+    done = encode_row(CHAT, tokenizer, None, 10_000)
+    first, second = "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>user\nSure?"
+    assert [marked(sample, tokenizer) for sample in done.samples] == [
+        f"{first}3, I think.<|im_end|>\n{second}<|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\n\n</think>\n\nYes: naïve 日本.<|im_end|>⟧\n",
+        f"{first}⟦<think>\n\n</think>\n\n3, I think.<|im_end|>⟧\n",
+    ]
+    assert len(done.notes) == 1 and "samples of their own" in done.notes[0]
 
 
 def test_thinking_is_supervised_where_it_is_kept():
@@ -120,7 +134,11 @@ def test_cut_not_dropped():
 def test_a_cut_answer_did_not_end(name):
     """Its end token stands in the text, for the next turn; the assistant has not said it."""
     tokenizer = tokenizer_of(name)
-    whole = marked(encode(CHAT, tokenizer, None, 999), tokenizer)
+
+    def marked_last(reasons):  # beside it, a template may make a sample of an earlier answer
+        return marked(encode_row(CHAT, tokenizer, None, 999, reasons).samples[0], tokenizer)
+
+    whole = marked_last(())
     for reasons in (["stop", "length"], ["length", "stop"], ["length", "length"], ["stop", "stop"], []):
         expected = whole
         for answer, reason in zip(("3, I think.", "Yes: naïve 日本."), reasons, strict=False):
@@ -131,7 +149,7 @@ def test_a_cut_answer_did_not_end(name):
                 cut = said.removesuffix(ENDS[name])
                 assert cut != said
                 expected = expected[:begin] + cut + "⟧" + ENDS[name] + expected[end + 1 :]
-        assert marked(encode(CHAT, tokenizer, None, 999, reasons), tokenizer) == expected
+        assert marked_last(reasons) == expected
 
 
 def test_documents_and_completions():
@@ -239,9 +257,9 @@ FAILS = {
 @pytest.mark.parametrize("failure", FAILS)
 def test_templates_that_raise(failure, marks):
     """On one chat, it is that row's fault; on a plain one too, it is the template's."""
-    plain = tokenizer_of("chatml").chat_template
+    plain, vicuna = (tokenizer_of(name).chat_template for name in ("chatml", "vicuna"))
     if marks:
-        plain += "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
+        plain = vicuna
     some = "{% if messages | length > 2 %}" + failure + "{% endif %}" + plain
     with pytest.raises(UnusableRow, match=FAILS[failure]):
         encode(CHAT, tokenizer_of("chatml"), some, 100)
