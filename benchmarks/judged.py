@@ -42,7 +42,7 @@ def judge(server: Server, conversations: Sequence[Conversation]) -> dict[Convers
     def ask(conversation: Conversation) -> None:
         shown = "\n\n".join(f"[{role}]\n{text}" for role, text in conversation)
         try:
-            reply, _ = server.answer([{"role": "user", "content": REQUEST + shown}], temperature=0)
+            reply = server.answer([{"role": "user", "content": REQUEST + shown}], temperature=0).text
             found[conversation] = grade_of(reply) or UNREADABLE
         except RequestFailed as error:
             found[conversation] = error.reason
