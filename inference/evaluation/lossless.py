@@ -65,6 +65,7 @@ class TextCheck:
     tolerance: float = 0.0  # in logits, of the target's own dtype; 0 if it was not needed
     bitwise: bool = False  # the bits of a row do not depend on the other rows, so that no near-tie was allowed
     mode: str = "greedy"  # or sample
+    experts: bool = False  # the target is a mixture of experts
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "p_value": None}
@@ -324,6 +325,7 @@ def check_texts(
         samplings: of each prompt; greedy if left out.
     """
     result = TextCheck(bitwise=bitwise, mode="greedy" if samplings is None else "sample")
+    result.experts = any(name.rpartition(".")[2] == "experts" for name, _ in target.model.named_modules())
     given = samplings or [Sampling(0.0)] * len(prompts)
     confirmed = 0
     for number, (prompt, output, reference, sampling) in enumerate(zip(prompts, outputs, plain, given, strict=True)):

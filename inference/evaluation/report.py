@@ -235,6 +235,8 @@ def exactness(report: dict[str, Any]) -> tuple[bool | None, str, str]:
         plain = "plain greedy decoding" if lossless["mode"] == "greedy" else "plain sampling by the same seeds"
         return True, f"output identical to {plain}", f" ({checked})"
     verdict = f"{lossless['mismatches']} mismatches with plain decoding, {lossless['near_ties']} near-ties"
+    if lossless.get("experts") and lossless["near_ties"]:
+        verdict += " (of a mixture of experts, whose router may choose others where bits differ)"
     return not lossless["mismatches"], verdict, f" ({checked})"
 
 
