@@ -511,11 +511,11 @@ def alone(folder: Path) -> Iterator[None]:
     """Inside, no other command calibrates this drafter. Refuses, by a ValueError, one that another command calibrates,
     or whose run it is writing: the drafter would not fit the tree."""
     own = cache_folder() / "calibrating" / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    own.parent.mkdir(parents=True, exist_ok=True)
     try:
         if (folder / ".lock").exists():
             with locked(folder / ".lock", wait=False):
                 pass
+        own.parent.mkdir(parents=True, exist_ok=True)
         with locked(own, wait=False):
             yield
     except Timeout:

@@ -17,8 +17,9 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.common.files import check_file, write_json, write_text
 from draftsmith.inference import calibrate
-from draftsmith.models.artifact import write_drafter, write_json
+from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.train import medusa
@@ -202,7 +203,8 @@ WRITERS = {
 @pytest.mark.parametrize("module, words, below", WRITERS.values(), ids=WRITERS)
 def test_an_output_that_cannot_be_written(places, tiny_lm, drafters, run_main, monkeypatch, module, words, below):
     folder = make_run(places / "runs/x", "medusa")
-    (folder / "old.jsonl").write_text("mine\n")
+    check_file("--out", folder / "old.jsonl", ".jsonl")
+    write_text(folder / "old.jsonl", "ours\n")
     (folder / "again").mkdir()
     write_json(folder / "again/provenance.json", {"max_logit_difference": 0.0})
     shutil.copytree(drafters["medusa"], folder / "medusa")

@@ -196,7 +196,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
      "there is a report.json that this command did not write"),
     ("answers in place of prompts", decode.main,
      lambda w: [w.drafter, "--prompts", (f := w.file("p.jsonl", '{"prompt": "a"}\n')), *DECODE, "--answers", f], 2,
-     "p.jsonl: holds something else, which would be overwritten"),
+     "p.jsonl: there is such a file, which draftsmith did not write here"),
     # n-grams
     ("n-grams of any length", decode.main,
      lambda w: ["ngram:2-999999999", "--target", w.target, "--prompt", "a", *DECODE], 0, "ended by"),

@@ -88,7 +88,10 @@ def test_the_same_model_converted_once(file, model, tokenizer, tmp_path, capsys)
     text = "USER: It's 1999, in\n  a café"
     assert target.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert target.tokenizer.chat_template == tokenizer.chat_template
-    assert target.stop_ids == {tokenizer.eos_token_id} and target.tokenizer.eos_token == tokenizer.eos_token
+    assert (
+        target.stop_ids - target.template_end == {tokenizer.eos_token_id}
+        and target.tokenizer.eos_token == tokenizer.eos_token
+    )
     assert target.context == 256 and target.name == str(file)
     assert target.fingerprint == hashlib.sha256(file.read_bytes()).hexdigest()
 

