@@ -104,6 +104,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -121,7 +122,16 @@ from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import DTYPES
 from draftsmith.models.shortlist import ShortlistHead
-from draftsmith.models.stored import local_folder, resolve_folder, save_tensors, stored_dtype
+from draftsmith.models.stored import difference as fingerprints_differ
+from draftsmith.models.stored import fingerprint as stored_fingerprint
+from draftsmith.models.stored import (
+    local_folder,
+    older_fingerprint,
+    resolve_folder,
+    save_tensors,
+    stored_dtype,
+    weight_files,
+)
 from draftsmith.models.target import load_target
 
 
@@ -219,6 +229,7 @@ def open_source(
                     f"{getattr(c, field)} ≠ {size}"
                 )
         if not needed:
+            _check_weights(folder, stored, fingerprint, trained_for, name)
             return Source(drafter, weights, name, target_config, None, folder, fingerprint)
     dtype = stored_dtype(stored)
     target = load_target(
@@ -240,6 +251,18 @@ def _scales_embeddings(config: Any) -> bool:
     with torch.device("meta"):
         family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         return type(family(config).get_input_embeddings()) is not nn.Embedding
+
+
+def _check_weights(folder: Path, target: Path, fingerprint: str, trained_for: str, name: str) -> None:
+    """Refuse, by a ValueError, a target of other weights than the drafter's, where its weights are on this machine."""
+    with suppress(FileNotFoundError):
+        weight_files(target)
+        found = stored_fingerprint(target)
+        if fingerprint not in ("", found) and fingerprint != older_fingerprint(target):
+            raise ValueError(
+                f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': same shape, "
+                f"{fingerprints_differ(fingerprint, found)}"
+            )
 
 
 def export(
@@ -265,7 +288,8 @@ def export(
         write_json(temporary / "config.json", config)
         contract.check(temporary)
         apart = difference(temporary, source.drafter, source.target)
-        write_json(temporary / "provenance.json", provenance(format=to, max_logit_difference=apart, **(facts or {})))
+        made = {"target_fingerprint": source.fingerprint, **(facts or {})}
+        write_json(temporary / "provenance.json", provenance(format=to, max_logit_difference=apart, **made))
         if (template := source.folder / TEMPLATE).exists():
             write_text(temporary / TEMPLATE, read_text(template, "chat template"))
         card = _card(source, out.resolve().name, to, served_target, speculative_tokens)
@@ -347,9 +371,7 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
     if to == "openvino":
         where = f"{before}. In OpenVINO keep to chains."
     elif method == "medusa":
-        where = (
-            "By draftsmith, before the export, with trees where a row says so; vLLM verifies one draft of each head."
-        )
+        where = f"{before}; vLLM verifies one draft of each head."
     made, origin = "Trained and exported by draftsmith", facts.get("imported_from")
     if origin:
         made = f"Imported by draftsmith from `{origin}`, which was published elsewhere, and exported again"

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -52,6 +53,12 @@ def read_published(folder: Path, target: Target, pickles: bool = False) -> Impor
         imported = convert(config, tensors, facts_of(target))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    wanted = str(stored.exported(folder).get("target_fingerprint") or "")
+    if wanted and not target.is_known_as(wanted):
+        said = (
+            f"it was exported for a target with {stored.difference(wanted, target.fingerprint)}: check what it accepts"
+        )
+        imported = replace(imported, notes=(*imported.notes, said))
     family = MedusaHeads if isinstance(imported.config, MedusaConfig) else Eagle
     family.from_artifact(imported.config.to_dict(), imported.weights, str(folder))
     return imported

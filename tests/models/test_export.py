@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig
 
-from draftsmith.models import card, export
+from draftsmith.models import card, export, import_drafter
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.exported import difference
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
@@ -622,6 +622,28 @@ def test_another_target_is_refused(drafter, tiny_lm, tmp_path, refused):
     for to in ("sglang", "speculators"):
         words = ("--to", to, "--out", tmp_path / "out", "--target", tiny_lm)
         assert f"trained for target '{TARGET}'" in refused(export.main, drafter("own"), *words)
+    shutil.copytree(TARGET, tmp_path / "changed")
+    weights = load_file(tmp_path / "changed/model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, tmp_path / "changed/model.safetensors", {"format": "pt"})
+    for to in ("sglang", "speculators"):  # with an LM head of its own, and with the target's embeddings
+        words = ("--to", to, "--out", tmp_path / "out", "--target", tmp_path / "changed")
+        assert "same shape, other weights" in refused(export.main, drafter("own"), *words)
+
+
+def test_an_exported_folder_says_for_which_weights(drafter, tmp_path, run_main):
+    """Imported for others of the same shape, a line says so."""
+    assert run_main(export.main, drafter("own"), "--to", "vllm", "--out", tmp_path / "served")[0] == 0
+    facts = json.loads((tmp_path / "served/provenance.json").read_text())
+    assert facts["target_fingerprint"] == load_target(TARGET).fingerprint
+    said = "it was exported for a target with other weights"
+    for name, expected in (("same", False), ("other", True)):
+        if expected:
+            facts["target_fingerprint"] = "0" * len(facts["target_fingerprint"])
+            (tmp_path / "served/provenance.json").write_text(json.dumps(facts))
+        words = [tmp_path / "served", "--target", TARGET, "--out", tmp_path / name]
+        code, printed, err = run_main(import_drafter.main, *words)
+        assert code == 0 and (said in printed + err) is expected, err
 
 
 def test_upload(drafter, tmp_path, run_main, hub):
