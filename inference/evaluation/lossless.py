@@ -87,7 +87,7 @@ class SampleCheck:
     p_value: float = 1.0  # of the χ² test that the tokens have the target's distribution
 
     def to_dict(self) -> dict[str, Any]:
-        known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False}
+        known = {"identical": None, "near_ties": 0, "tolerance": None, "bitwise": False, "experts": False}
         return {"mode": "mss", **asdict(self), **known}
 
     @property

@@ -219,7 +219,7 @@ def test_drafters_for_smollm2_were_trained_on_no_evaluation_prompt(run_main):
     assert (code, err) == (0, "") and "\n0 of 17,181 rows share a passage" in f"\n{out}", out
 
 
-def test_nothing_to_check_is_an_error(run_main, tmp_path):
+def test_nothing_to_check_is_an_error(packages, run_main, tmp_path):
     """A file without a usable row passes no check; and rows are not cleaned onto themselves."""
     for name, content in (("empty.jsonl", ""), ("broken.json", '[{"what": 1}]')):
         (tmp_path / name).write_text(content)

@@ -227,7 +227,7 @@ def test_identical(target, samplings, bitwise):
     assert samplings is None or reference != plain(target)
     check = check_texts(target, PROMPTS, reference, reference, seen.append, bitwise=bitwise, samplings=samplings)
     fields = {"mode": "sample" if samplings else "greedy", "checked": 2 * LENGTH, "identical": True, "near_ties": 0}
-    fields |= {"mismatches": 0, "tolerance": 0.0, "bitwise": bitwise, "p_value": None}
+    fields |= {"mismatches": 0, "tolerance": 0.0, "bitwise": bitwise, "experts": False, "p_value": None}
     assert check.passed and check.to_dict() == fields and seen == [1, 2]
 
 
