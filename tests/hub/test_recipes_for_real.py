@@ -392,8 +392,8 @@ def test_llama3_8b(world):
 
 
 def test_qwen3_8b(world):
-    """Its template renders earlier turns otherwise once they are history: each answer is a sample of its own, behind the
-    prompt that decoding would give it."""
+    """Its template renders earlier turns otherwise once they are history: each answer is a sample of its own, behind
+    the prompt that decoding would give it."""
     train(world, "qwen3-8b")
     check_requests(world, "Qwen/Qwen3-8B")
     turns = [text for chat in ultrachat(1000, 40) for role, text in chat if role == "assistant"]
