@@ -97,6 +97,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
 
 
+def cached_about(kind: str, path: Path) -> Path:
+    """The file of the cache that holds what is known of a path; its folder may be missing."""
+    return cache_folder() / kind / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+
+
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock file, created if missing, for this process alone; it is released when the process ends or is killed.
@@ -169,8 +174,7 @@ def check_file(option: str, file: Path | None, *suffixes: str, beside: str = "")
 
 def _record(file: Path) -> Path:
     """Where it is kept in what state draftsmith left a file."""
-    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
-    return cache_folder() / "written" / name
+    return cached_about("written", file)
 
 
 def _state(file: Path) -> str:

@@ -33,10 +33,8 @@ Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an e
 
 import argparse
 import gc
-import hashlib
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +88,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.common.files import cache_folder, check_folder, json_object, locked, write_json
+from draftsmith.common.files import cached_about, check_folder, json_object, locked, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
@@ -510,7 +508,7 @@ def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> T
 def alone(folder: Path) -> Iterator[None]:
     """Inside, no other command calibrates this drafter. Refuses, by a ValueError, one that another command calibrates,
     or whose run it is writing: the drafter would not fit the tree."""
-    own = cache_folder() / "calibrating" / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    own = cached_about("calibrating", folder)
     try:
         if (folder / ".lock").exists():
             with locked(folder / ".lock", wait=False):
@@ -678,6 +676,7 @@ def calibrate(
             if sum(positions_of(done["ranks"]) for done in parts) >= MAX_POSITIONS:
                 break
         ranks = joined(parts, "ranks", -1)
+        check_enough(folder, positions_of(ranks))
         if args.at_load:
             return write_candidates(folder, ranks)
         ranking = time.monotonic() - began
@@ -717,7 +716,6 @@ def calibrate(
         + ("" if found.costs.noise is None else f"; the last ones lowered costs by {found.costs.noise:.1%} at most")
     )
     print_measured(found, compared)
-    check_enough(folder, positions)
     if dynamic is not None and not compared:
         print("dynamic trees were not compared with it: the time was too short; give more --seconds")
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)

@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.common.command import first_line
-from draftsmith.common.files import cache_folder, json_object, parse_json, read_json, replacing, write_json
+from draftsmith.common.files import (
+    cache_folder,
+    cached_about,
+    json_object,
+    parse_json,
+    read_json,
+    replacing,
+    write_json,
+)
 from draftsmith.models.precision import say
 
 if TYPE_CHECKING:
@@ -508,7 +516,7 @@ def _tensor_hashes(file: Path, gate: threading.Semaphore) -> list[str]:
         file = file.resolve()  # of a download, the links change and the files do not
         facts = file.stat()
         known = {"file": str(file), "of": [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]}
-        kept = cache_folder() / "hashes" / f"{hashlib.sha256(os.fsencode(file)).hexdigest()[:32]}.json"
+        kept = cached_about("hashes", file)
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not kept yet, or damaged
             if facts.st_size >= _REMEMBERED and known.items() <= (found := json_object(kept)).items():
                 return [str(line) for line in found["tensors"]]
