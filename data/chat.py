@@ -26,6 +26,7 @@ from draftsmith.common.command import first_line
 from draftsmith.data.formats import FLAGS, REASONING, Completion, Message
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
+from draftsmith.models.tokenizer import MARK
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is checked without it
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,6 @@ Span = tuple[int, int, int]  # a message's number, and the begin and end of a pa
 _LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
 _PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "Zq7Uw3Xk"  # a text that no template has
 _NO_LABEL = "answers have no label, since "
 _OWN = "answers are samples of their own, since the chat template renders them differently once others follow"
 _ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around the assistant's text"
@@ -120,9 +120,9 @@ def encode_user_turn(
     """The prompt from which a model writes the user's next turn: the token ids of the conversation, rendered up to the
     beginning of that turn's text; and the first word of what the template writes after the text, where the turn ends.
     Raises UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is."""
-    turn: Message = {"role": "user", "content": _MARK}
+    turn: Message = {"role": "user", "content": MARK}
     text = str(apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True))
-    before, found, after = text.rpartition(_MARK)
+    before, found, after = text.rpartition(MARK)
     if not found or not after.strip():
         raise UnusableRow("the chat template has no place where the user's turn begins and ends")
     # Most tokenizers join a space with the word after it.
@@ -249,18 +249,18 @@ def rendered_fields(template: str, special: frozenset[tuple[str, str]]) -> froze
     def shows(*, tools: Any = None, **fields: Any) -> bool:
         answer = {"role": "assistant", "content": "", **fields}
         try:
-            return _MARK in _render([_PLAIN[0], answer], template, dict(special), tools=tools)[0]
+            return MARK in _render([_PLAIN[0], answer], template, dict(special), tools=tools)[0]
         except UnusableRow:
             return False
 
-    function = {"name": _MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "call00000", "type": "function", "function": {"name": _MARK, "arguments": {}}}
+    function = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "call00000", "type": "function", "function": {"name": MARK, "arguments": {}}}
     found = set(re.findall(r"\w+", template)) - {"tools", "tool_calls", *REASONING}
     if shows(tools=[{"type": "function", "function": function}], content="x"):
         found.add("tools")
     if shows(tool_calls=[call]):
         found.add("tool_calls")
-    if shows(content="x", **dict.fromkeys(REASONING, _MARK)):
+    if shows(content="x", **dict.fromkeys(REASONING, MARK)):
         found.update(REASONING)
     return frozenset(found)
 
@@ -462,7 +462,7 @@ class Chat:
 
     def _check_roles(self) -> None:
         """Raises ValueError: the template renders the text of another role where the assistant's is."""
-        marked = [{**m, "content": f"{_MARK}{i}."} for i, m in enumerate(self.messages)]
+        marked = [{**m, "content": f"{MARK}{i}."} for i, m in enumerate(self.messages)]
         chat = Chat(marked, self.tokenizer, self.template, self.tools)
         try:
             full, marks = chat.render(len(marked), marks=self.marks)

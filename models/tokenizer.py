@@ -16,6 +16,7 @@ _VOCABULARIES = (
     "tokenizer.json tokenizer.model* *.tiktoken tiktoken.model vocab.json vocab.txt *.spm spiece.model "
     "sentencepiece.bpe.model tekken.json"
 ).split()
+MARK = "Zq7Uw3Xk"  # a text that no chat template has
 _PROBE = "In 2024, 1000 x  10.5\n\n\tNaïve 日本 it's <s> A_b(1)"  # digits, spaces, scripts: what splits differ in
 
 
@@ -74,10 +75,9 @@ def load_tokenizer(
 def tokens_after_answer(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The added tokens (``<|im_end|>``, ``</s>``) that the tokenizer's chat template puts after an answer; none if it
     has no template, or that refuses a question with its answer."""
-    mark = "Zq7Uw3Xk"  # a text that no template has
-    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": mark}]
+    chat = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": MARK}]
     try:
-        _, found, after = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(mark)
+        _, found, after = str(tokenizer.apply_chat_template(chat, tokenize=False)).rpartition(MARK)
     except Exception:  # a template is a program, and may raise anything
         return []
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
