@@ -14,9 +14,8 @@ recall    by depth, how many of the whole head's likeliest token (@1), and of it
 tokens    in the list: the mean over the depths.
 labels    share of the answers' own tokens that are in the list of the node before them: the mean over the depths.
 head      time of router, choice and logits of all depths for one text, each depth with as many nodes as the tree goes
-          on from (at least one; always one with Medusa heads, which draft from the root alone). The operations are
-          launched one by one, and the router runs before the logits. The methods take turns; medians over the rounds.
-          Beside it, its ratio to the whole head's.
+          on from (at least one). The operations are launched one by one, and the router runs before the logits. The
+          methods take turns; medians over the rounds. Beside it, its ratio to the whole head's.
 
 The simulation gives each node the list that it would choose for itself. The engine has one list for all nodes of a
 level, made from the highest of their scores, so that its τ may differ: inference/decode.py measures that one.
@@ -78,9 +77,10 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
+from draftsmith.inference.drafters.eagle import open_drafts
 from draftsmith.inference.drafters.levels import Layout
 from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
-from draftsmith.inference.drafters.rollouts import Drafts, first_places
+from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.evaluation.report import OTHER
 from draftsmith.inference.verify.tree import Topology
@@ -108,7 +108,7 @@ def stored_weights(folder: Path) -> dict[str, Tensor]:
 
 def load_shortlists(
     folders: Sequence[str], target_name: str | None, **options: Any
-) -> tuple[Target, Drafts, dict[str, ShortlistHead | None], str]:
+) -> tuple[Target, Drafts, dict[str, ShortlistHead | None]]:
     """Load the target, the one base drafter and all shortlists.
 
     Args:
@@ -116,7 +116,7 @@ def load_shortlists(
         options: of :func:`load_target`.
 
     Returns:
-        The target; the drafter; the methods: the whole LM head and the folders, in their order; the drafter's type.
+        The target; the drafter; the methods: the whole LM head and the folders, in their order.
 
     Raises:
         FileNotFoundError, ValueError: a folder is missing, damaged, no drafter of type dynaspec, for another target, or
@@ -124,10 +124,10 @@ def load_shortlists(
     """
     stored = read_drafters(folders, "dynaspec")
     heads: dict[str, ShortlistHead | None] = {WHOLE: None}
-    heads[folders[0]], family, base = read_parts(*stored[folders[0]])
+    heads[folders[0]], base = read_parts(*stored[folders[0]])
     weights = stored_weights(base[0]) if len(folders) > 1 else {}
     for name in folders[1:]:
-        heads[name], _, (folder, config, _) = read_parts(*stored[name])
+        heads[name], (folder, config, _) = read_parts(*stored[name])
         fields = [field for field in {**base[1], **config} if field not in FACTS]
         different = [f"field '{field}'" for field in fields if base[1].get(field) != config.get(field)]
         others = stored_weights(folder)
@@ -140,7 +140,7 @@ def load_shortlists(
                 f"{folder}: {different[0]} is not that of {base[0]}; give folders whose '{PART}' is the same drafter"
             )
     target = load_target_of(stored, target_name, **options)
-    drafts = family.open_drafts(*base, target)
+    drafts = open_drafts(*base, target)
     outputs = len(drafts.weight)
     for name, head in heads.items():
         if head is None:
@@ -151,7 +151,7 @@ def load_shortlists(
             check_router(head, drafts.embedding_size, drafts.feature_size)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return target, drafts, heads, base[1]["drafter_type"]
+    return target, drafts, heads
 
 
 @torch.inference_mode()
@@ -163,28 +163,18 @@ def deepest(drafts: Drafts) -> int:
 # ---- lists and what they keep
 
 
-def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor, seen: Tensor, always: int) -> Tensor:
+def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor) -> Tensor:
     """The list that each node would have for itself, as the engine makes it for a level of this node alone.
 
     Args:
         embeddings, hidden: ``[P, e]`` and ``[P, d]``, what a router reads.
-        seen: ``[P, D]`` bool, the tokens of the text up to the root.
-        always: the place of token 0, which pads the engine's prompts and is in every in-context list; D if none.
 
     Returns:
         ``[P, C]`` int64 places in the drafter's vocabulary, in the list's order; −1 in padding, which comes last.
     """
-    capacity, config = head.config.tokens(depth), head.config
-    if config.shortlist == "in_context":
-        held = seen[:, head.order] | (head.order == always)
-        held[:, : config.static] = True
-        place = held.long().cumsum(1)  # from 1
-        place = torch.where(held & (place <= capacity), place - 1, capacity)
-        lists = head.order.new_full((len(held), capacity + 1), -1)
-        return lists.scatter_(1, place, head.order.expand_as(place))[:, :capacity]
     chosen = head.choose(embeddings, hidden, depth)
     if chosen is None:
-        return head.order[:capacity].expand(len(hidden), -1)
+        return head.order[: head.config.tokens(depth)].expand(len(hidden), -1)
     return torch.where(chosen.rows < 0, -1, head.order[chosen.rows.clamp(min=0)])
 
 
@@ -257,7 +247,6 @@ def measure_lists(
     ids = torch.arange(outputs, device=device) if drafts.ids is None else drafts.ids.to(device)
     places = torch.full((vocabulary,), outputs, device=device)
     places = places.scatter(0, ids, torch.arange(outputs, device=device))  # in the drafter's vocabulary
-    always = int(places[0])
     heads = {name: None if head is None else head.to(device) for name, head in heads.items()}
     labels = draft_labels(tokens, supervised, depths)
     sums = {name: torch.zeros(len(STATISTICS), len(tokens), depths, dtype=torch.float64) for name in heads}
@@ -270,7 +259,6 @@ def measure_lists(
         begins[:, :-1] = marks[:, 1:]
         text, begin = begins.nonzero().unbind(1)  # [P] of the rollouts
         hidden = target.hidden(rows.to(device))
-        first = first_places(rows.to(device), vocabulary)[:, ids]  # [S, D]
         for k, rollout in enumerate(islice(drafts.run(rows, marks), depths)):
             label = labels[start + text, begin, k]
             for at in (label >= 0).nonzero()[:, 0].split(max(1, ENTRIES // vocabulary)):
@@ -279,11 +267,7 @@ def measure_lists(
                 p = target.logits(hidden[row.to(device), place.to(device) + 1 + k]).float().softmax(-1)[:, ids]
                 logits, known = drafts.logits(rollout.out[here]), places[label[at].to(device)]
                 embeddings, above = drafts.embed(rollout.tokens[here]).float(), rollout.hidden[here].float()
-                seen = first[row.to(device)] <= place.to(device)[:, None] + 1
-                lists = (
-                    None if head is None else list_of(head, k, embeddings, above, seen, always)
-                    for head in heads.values()
-                )
+                lists = (None if head is None else list_of(head, k, embeddings, above) for head in heads.values())
                 for name, (found, rank) in zip(heads, keep(lists, logits, p, known), strict=True):
                     sums[name][:, :, k].index_add_(1, start + row, found.cpu())
                     ranks[name][start + row, place, k] = rank.cpu()
@@ -295,17 +279,7 @@ def measure_lists(
 # ---- head time
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What is timed of one text.
-
-    text: ``[1, T]`` int64, up to the root.
-    levels: by depth embeddings ``[1, n, e]``, hidden states that a router reads ``[1, n, d]``, what the LM head reads
-        ``[1, n, d]``.
-    """
-
-    text: Tensor
-    levels: list[tuple[Tensor, Tensor, Tensor]]
+Levels = Sequence[tuple[Tensor, Tensor, Tensor]]  # of each depth: embeddings, hidden states, what the LM head reads
 
 
 @torch.inference_mode()
@@ -316,7 +290,7 @@ def draw_nodes(
     supervised: Tensor,
     widths: Sequence[int],
     generator: torch.Generator,
-) -> Drawn | None:
+) -> Levels | None:
     """Nodes of a text ``[1, T]``, at positions drawn from those that have a label at every depth; None if none has."""
     length = int(supervised[0].nonzero().max()) + 1
     tokens, supervised = tokens[:, :length].long(), supervised[:, :length]
@@ -330,21 +304,21 @@ def draw_nodes(
     for count, rollout in zip(widths, drafts.run(tokens, supervised), strict=False):
         some = at[:count]
         levels.append((drafts.embed(rollout.tokens[some])[None], rollout.hidden[some][None], rollout.out[some][None]))
-    return Drawn(tokens[:, : int(begin[at[0].cpu()]) + 2].to(target.device), levels)
+    return levels
 
 
-def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Drawn]) -> Tensor:
+def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Levels]) -> Tensor:
     """Seconds of router, choice and logits of all depths: ``[methods, texts]``, medians over :data:`ROUNDS` rounds in
     which the methods take turns."""
     lists: list[Shortlists | None] = []
     for head in heads.values():
         own = copy.deepcopy(head)  # decoding takes the router in the target's dtype
-        options = drafts.head, drafts.ids, target.vocab_size, drafts.after_head
+        options = drafts.head, drafts.ids, drafts.after_head
         lists.append(None if own is None else Shortlists(own, *options))
         if lists[-1] is not None:
-            lists[-1].allocate(1, static=False)
+            lists[-1].allocate(static=False)
 
-    def run(of_head: Shortlists | None, levels: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    def run(of_head: Shortlists | None, levels: Levels) -> None:
         for depth, (embeddings, hidden, read) in enumerate(levels):
             if of_head is not None:
                 of_head.choose(embeddings, hidden, depth)
@@ -355,12 +329,9 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Dra
 
     seconds = torch.zeros(len(lists), len(drawn), dtype=torch.float64)
     with torch.inference_mode():
-        for number, each in enumerate(drawn):
-            runs = [partial(elapsed, partial(run, of_head, each.levels), target.device) for of_head in lists]
-            for of_head, first in zip(lists, runs, strict=True):
-                if of_head is not None:
-                    of_head.begin(slice(0, 1))
-                    of_head.read(each.text)
+        for number, levels in enumerate(drawn):
+            runs = [partial(elapsed, partial(run, of_head, levels), target.device) for of_head in lists]
+            for first in runs:
                 first()  # allocates and tunes
             rounds = take_turns(runs, ROUNDS)
             seconds[:, number] = torch.tensor([statistics.median(times) for times in rounds], dtype=torch.float64)
@@ -502,7 +473,7 @@ def main() -> None:
     given = read_prompts(args.prompts)
     torch.set_num_threads(args.threads)
     options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
-    target, drafts, heads, drafter_type = load_shortlists(args.folders, args.target, **options)
+    target, drafts, heads = load_shortlists(args.folders, args.target, **options)
     if args.depths > (most := deepest(drafts)):
         raise ValueError(f"--depths {args.depths}: this drafter drafts {most} tokens deep; give at most {most}")
     prompts = encode_prompts(given, target)
@@ -516,10 +487,8 @@ def main() -> None:
     by_kind = {kind: [n for n, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     runs = Layout(tree).runs
     widths = [max(1, runs[depth]) if depth < len(runs) else 1 for depth in range(args.depths)]
-    if drafter_type == "medusa":
-        widths = [1] * args.depths
     generator = torch.Generator().manual_seed(args.seed)
-    drawn = dict[int, Drawn]()  # by prompt
+    drawn = dict[int, Levels]()  # by prompt
     for numbers in by_kind.values():
         for place in torch.randperm(len(numbers), generator=generator)[:TIMED].tolist():
             row = slice(numbers[place], numbers[place] + 1)
@@ -534,7 +503,6 @@ def main() -> None:
 
     report = facts_of(__file__, target) | {
         **chosen(args, "folders", "max_new_tokens", "nodes", "depths", "seed", "threads"),
-        "drafter_type": drafter_type,
         "outputs": len(drafts.weight),
         "prompts": len(prompts),
         "tree": [list(path) for path in tree.paths],

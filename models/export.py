@@ -145,12 +145,10 @@ def _with_list(
     sizes = set(head.config.capacity)
     if head.config.shortlist not in ("fr_spec", "vocab_trim") or len(sizes) > 1:
         raise ValueError(
-            f"{folder}: its shortlists ({head.config.shortlist}) differ by depth or text, for which servers have no "
+            f"{folder}: its shortlists ({head.config.shortlist}) differ by depth or node, for which servers have no "
             f"place; its drafter alone can be exported: {part}"
         )
     _, config, weights = read_drafter(str(part))
-    if config["drafter_type"] != "eagle":
-        raise ValueError(f"{folder}: shortlists of a drafter of type {config['drafter_type']} have no place in servers")
     kept = head.order[: sizes.pop()].sort().values
     ids = weights.get("draft_vocab", torch.arange(config["vocab_size"]))[kept]
     rows = {"lm_head.weight": weights["lm_head.weight"][kept]} if "lm_head.weight" in weights else {}

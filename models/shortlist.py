@@ -3,11 +3,10 @@ over its whole vocabulary.
 
     fr_spec      the most frequent tokens of a general corpus (FR-Spec, arXiv 2502.14856)
     vocab_trim   the most frequent tokens of the target's own text (VocabTrim, arXiv 2506.22694)
-    in_context   the most frequent tokens and those of the text so far
     dynaspec     clusters of tokens, chosen for each node by a small router (DynaSpec, arXiv 2510.13847)
 
 All have one form: the head's rows are put in an order, and a shortlist of depth t has at most ``capacity[t]`` of them.
-The first three order them by frequency. DynaSpec orders them by cluster, and takes the k_c(t) clusters of the highest
+The first two order them by frequency. DynaSpec orders them by cluster, and takes the k_c(t) clusters of the highest
 scores, as many as fit:
 
     s = W₂ · SiLU(W₁ · cat(norm(e), norm(h̃)) + b_t) + b₂        e: embedding of the node's token; b_t: of its depth
@@ -31,7 +30,7 @@ from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
 from draftsmith.models.vocabulary import check_whole
 
-Kind = Literal["fr_spec", "vocab_trim", "in_context", "dynaspec"]
+Kind = Literal["fr_spec", "vocab_trim", "dynaspec"]
 Schedule = Literal["fixed", "position_aware"]
 DEPTHS = 6  # K: deeper nodes have the last one's shortlist
 
@@ -54,7 +53,6 @@ class ShortlistConfig:
 
     outputs: S, rows of the drafter's LM head.
     capacity: tokens of a shortlist at most, by depth; deeper nodes have the last one's.
-    static: of ``in_context``, how many of the most frequent tokens are in every shortlist.
     clusters: of ``dynaspec``, clusters wanted, by depth; ``num_clusters`` M, ``router_width`` h, ``embedding_size`` e
         and ``feature_size`` d.
     """
@@ -62,7 +60,6 @@ class ShortlistConfig:
     shortlist: Kind
     outputs: int
     capacity: tuple[int, ...]
-    static: int = 0
     clusters: tuple[int, ...] = ()
     num_clusters: int = 0
     router_width: int = 0
@@ -85,12 +82,10 @@ class ShortlistConfig:
             if not whole or not values:
                 shown = list(values) if isinstance(values, tuple) else values
                 raise ValueError(f"field '{name}' is {shown!r}; it has to be a list of whole numbers from 1 to {most}")
-        if type(self.static) is not int or not 0 <= self.static <= min(self.capacity):
-            raise ValueError(f"field 'static' is {self.static!r}; it has to be 0 to {min(self.capacity)}, the capacity")
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"capacity": list(self.capacity), "clusters": list(self.clusters)}
-        return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v or k == "static"}
+        return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v}
 
     def with_budget(self, k_max: int, schedule: Schedule) -> "ShortlistConfig":
         """Of ``dynaspec``, with k_c(t) clusters at depth t, and room for as many tokens as these have on average."""
@@ -199,23 +194,19 @@ class ShortlistHead(nn.Module):
 
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Rows | None:
         """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]``; None if the list is the
-        same for all nodes, or depends on the text."""
+        same for all nodes."""
         if self.router is None:
             return None
         return self.rows(self.router(embeddings, hidden, depth).float(), depth)
 
-    def contains(self, tokens: Tensor, chosen: Rows | None, depth: int, seen: Tensor) -> Tensor:
-        """Whether tokens are in the shortlists of nodes; for training and evaluation. Of ``in_context`` it says what
-        would be in a list that has room for the whole text.
+    def contains(self, tokens: Tensor, chosen: Rows | None, depth: int) -> Tensor:
+        """Whether tokens are in the shortlists of nodes; for training and evaluation.
         ``tokens``: ``[P, R]`` int64 places in the drafter's vocabulary.
         ``chosen``: what :meth:`choose` returned.
-        ``seen``: ``[P, R]`` bool, whether the text before a node holds a token.
         Returns ``[P, R]`` bool."""
         row = torch.empty_like(self.order)
         row[self.order] = torch.arange(len(row), device=row.device)
         row = row[tokens]
-        if self.config.shortlist == "in_context":
-            return (row < self.config.static) | seen
         if chosen is None:
             return row < self.config.tokens(depth)
         taken = torch.zeros(len(tokens), len(self.order) + 1, dtype=torch.bool, device=tokens.device)

@@ -9,7 +9,7 @@
    CE with the ten tokens' probability by cluster (labels: mass); the drafter and the LM head are frozen
 4. k_max and schedule: the fastest that keep ``drafter.keep`` of the whole head's simulated τ
 
-A list by frequency (fr_spec, vocab_trim, in_context) is counted, and trains nothing. Then: inference/calibrate.py,
+A list by frequency (fr_spec, vocab_trim) is counted, and trains nothing. Then: inference/calibrate.py,
 inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V vocabulary, d hidden width.
 """
 
@@ -67,7 +67,6 @@ class Drafter(Section):
         "router_width": 16,
         "positions": 256,
         "size": 64,
-        "static": 32,
     }
 
     base: Name | None = Field(default=None, description="the trained drafter, a folder or Hub id; null: --tiny alone")
@@ -85,9 +84,8 @@ class Drafter(Section):
     schedule: Schedule | None = Field(default=None, description="of the deeper levels' shortlists; null: selected")
     keep: Share = Field(default=0.98, description="of the whole LM head's simulated τ, by which k_max is selected")
     size: Positive = Field(default=8192, description="of a list by frequency: tokens")
-    static: Positive = Field(default=2048, description="of in_context: the most frequent tokens, beside the text's own")
     corpus: list[Source] | None = Field(
-        default=None, description="fr_spec and in_context count the tokens of these sources; null: of the training rows"
+        default=None, description="fr_spec counts the tokens of these sources; null: of the training rows"
     )
 
 

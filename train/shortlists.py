@@ -6,10 +6,10 @@ Shape letters: V vocabulary, K depths, P positions.
 
 import copy
 import hashlib
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from draftsmith.common.files import file_sha256, read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.drafters.load import family_of
+from draftsmith.inference.drafters import eagle
+from draftsmith.inference.drafters.dynaspec import PART, check_eagle
 from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, record
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
@@ -50,9 +50,9 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
     if d.base is None:
         if not run.small:
             raise ValueError("drafter.base: name the trained drafter, a folder or Hub id")
-        eagle = Eagle.for_target(target, 1, "shared")
-        config: dict[str, Any] = eagle.config.to_dict() | {"drafter_type": "eagle"}
-        folder, weights = part, eagle.state_dict()
+        random = Eagle.for_target(target, 1, "shared")
+        config: dict[str, Any] = random.config.to_dict() | {"drafter_type": "eagle"}
+        folder, weights = part, random.state_dict()
     else:
         t = run.recipe.target
         base = as_ours(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
@@ -63,22 +63,17 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
             raise ValueError(f"drafter.all_tokens: {folder} has an LM head of its own; leave it out")
         config = config | {"draft_vocab_size": None}
         weights = {name: weight for name, weight in weights.items() if name != "draft_vocab"}
-    family = family_of(folder, config)
+    check_eagle(folder, config)
     if (template := folder / TEMPLATE).exists() and run.recipe.data.template is None:
         raise ValueError(f"data.template: {folder} has a chat template of its own; set it to {template}")
-    if not hasattr(family, "open_drafts"):
-        raise ValueError(f"drafter.base={d.base}: drafters of type '{config['drafter_type']}' take no shortlists")
     if run.main:
         file = folder / "provenance.json"  # how the base was trained: this run does not change it
         facts = (read_json(file) if file.exists() else {}) | {"base": d.base}
         shape = {n: v for n, v in config.items() if n not in ("draftsmith_version", "drafter_type", "target", "parts")}
-        inner = list(config.get("parts", ()))
-        for name in inner:
-            shutil.copytree(folder / name, part / name, dirs_exist_ok=True)
         kept_weights = in_dtype(weights, run.recipe.export.dtype)
-        write_drafter(part, config["drafter_type"], shape, kept_weights, target, facts, None, inner)
+        write_drafter(part, config["drafter_type"], shape, kept_weights, target, facts, None)
     run.accelerator.wait_for_everyone()
-    return family.open_drafts(folder, config, weights, target)
+    return eagle.open_drafts(folder, config, weights, target)
 
 
 def check_sizes(run: Run[Any], drafts: Drafts) -> None:
@@ -97,8 +92,6 @@ def check_sizes(run: Run[Any], drafts: Drafts) -> None:
         limits = [("k_max", d.k_max or 1, d.num_clusters, "all clusters")]
     else:
         limits = [("size", d.size, most, "all tokens of the drafter's LM head")]
-        if d.shortlist == "in_context":
-            limits.append(("static", d.static, min(d.size, most), "the whole list, with no room for the text's own"))
     for name, value, limit, what in limits:
         if value > limit:
             console.print(f"drafter.{name}={value}: {limit} is used, {what}", style="yellow")
@@ -178,15 +171,14 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
     if d.shortlist == "dynaspec":
         clusters = cluster(run, target, drafts)
         widths = (d.router_width, drafts.embedding_size, drafts.feature_size)
-        config = ShortlistConfig("dynaspec", outputs, (1,), 0, (1,), d.num_clusters, *widths)
+        config = ShortlistConfig("dynaspec", outputs, (1,), (1,), d.num_clusters, *widths)
         # While the router trains, it is measured by a quarter of the vocabulary.
         head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
         head.starts.copy_(clusters.starts)
         order = clusters.order
     else:
         capacity = budget(min(d.size, outputs), d.schedule or "fixed")
-        static = min(d.static, *capacity) if d.shortlist == "in_context" else 0
-        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, static))
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity))
         counts = frequency(run, target, rows)
         order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
     head.order.copy_(order)
@@ -200,6 +192,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     asked = {"base": weights_hash(run.folder / PART), "target": run.fingerprint, "seed": recipe.run.seed}
     asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
+    asked |= {"tensors": [each.name for each in fields(Recorded)]}
     if stored := _stored(run, folder, asked):
         return Recorded(**stored, outputs=outputs)
     wanted, parts = recipe.drafter.positions, list[tuple[Tensor, Tensor]]()
@@ -250,14 +243,14 @@ class Blocks:
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
         at = torch.tensor(numbers)[:, None] * BLOCK + torch.arange(BLOCK)
-        return {name: part[at] for name, part in self.recorded.tensors().items() if name not in ("begins", "seen")}
+        return {name: part[at] for name, part in self.recorded.tensors().items() if name != "begins"}
 
 
 def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target, nodes: int = 4) -> list[float]:
     """The time, by depth, of the router, the choice and the logits of a level of ``nodes`` nodes: medians, measured."""
     head = copy.deepcopy(head)  # decoding takes the router in the target's dtype
-    lists = Shortlists(head, drafts.head, drafts.ids, target.vocab_size, drafts.after_head)
-    lists.allocate(1, static=False)
+    lists = Shortlists(head, drafts.head, drafts.ids, drafts.after_head)
+    lists.allocate(static=False)
     found = dict[tuple[int, int], float]()
     embeddings, hidden = (torch.randn(1, nodes, n) for n in (drafts.embedding_size, drafts.feature_size))
     read = torch.randn(1, nodes, lists.weight.shape[1])

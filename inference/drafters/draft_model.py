@@ -6,26 +6,20 @@ moves the K/V of accepted nodes as in the target's cache. Only nodes that have c
 the model has not run (leaves; nodes that other drafters of a merge propose) are run with the next root, in one forward
 pass.
 
-With shortlists (:mod:`draftsmith.models.shortlist`) a level computes only some rows of the model's LM head. A router
-reads the node's own token and the hidden state that the LM head reads: the model continues from tokens alone, so that
-what is known before its layers run says less than the node's own state, and there is nothing to run beside them.
-
 Shape letters: B rows, N nodes, n nodes of a level that are run, k best tokens or draws of each, V vocabulary, S draft
-vocabulary, d hidden width, A depth of the deepest node + 1, T tokens of a text, P positions where a step begins.
+vocabulary, d hidden width, A depth of the deepest node + 1, T tokens of a text.
 """
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
 from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
-from draftsmith.inference.drafters.rollouts import Drafts, Rollout
-from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
@@ -33,7 +27,6 @@ from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
-from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
@@ -67,12 +60,11 @@ class DraftModelDrafter(Drafter):
         draft_vocab: ``[S]`` int64, ascending: the ids that are drafted; logits are computed for these alone.
         selector: attend to K of the text's tokens (:mod:`draftsmith.inference.drafters.compressed`): for long texts.
         draws: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
-        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
 
     Raises:
         ValueError: the vocabularies differ, the models are on different devices, the draft vocabulary is not made of
-            ascending ids of both models, its rows cannot be taken from the LM head, shortlists do not fit it, or the
-            tree is empty, not positive, or too large.
+            ascending ids of both models, its rows cannot be taken from the LM head, or the tree
+            is empty, not positive, or too large.
     """
 
     def __init__(
@@ -83,7 +75,6 @@ class DraftModelDrafter(Drafter):
         *,
         draft_vocab: Tensor | None = None,
         draws: DrawKind = "without_replacement",
-        shortlist: ShortlistHead | None = None,
         selector: Selector | None = None,
     ) -> None:
         check_vocabulary(model, target)
@@ -101,15 +92,10 @@ class DraftModelDrafter(Drafter):
             self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
         self.static, self.models = selector is None or selector.name != "topk", (model,)
-        self.target_vocabulary, self.embed = target.vocab_size, model.embeddings
-        embedding = self.embed.weight
+        self.target_vocabulary = target.vocab_size
+        embedding = model.embeddings.weight
         assert isinstance(embedding, Tensor)
         self.last_id = embedding.shape[0] - 1
-        self.shortlists: Shortlists | None = None
-        if shortlist is not None:
-            check_router(shortlist, embedding.shape[1], model.hidden_size)
-            rows = _drafted_rows(self.lm.lm_head, self.vocabulary)
-            self.shortlists = Shortlists(shortlist, rows, self.ids, target.vocab_size, after_head_of(model))
         self._take(tree, draws)
 
     def with_tree(
@@ -117,16 +103,15 @@ class DraftModelDrafter(Drafter):
     ) -> "DraftModelDrafter":
         """A drafter of the same model and LM head, with another tree."""
         other = copy(self)
-        other.shortlists, other.entries = copy(self.shortlists), copy(self.entries)  # with buffers of their own
+        other.entries = copy(self.entries)  # with buffers of its own
         other._take(tree, draws)
         return other
 
     def _take(self, tree: Sequence[int] | Topology, draws: DrawKind) -> None:
-        outputs = self.vocabulary if self.shortlists is None else self.shortlists.config.fewest
-        self.levels = Levels(tree, outputs, self.target_vocabulary, draws)
+        self.levels = Levels(tree, self.vocabulary, self.target_vocabulary, draws)
         self.layout, self.branching, self.random = self.levels.layout, self.levels.branching, self.levels.random
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
-        module = None if self.shortlists is not None or self.model.changes_logits else self.lm.lm_head
+        module = None if self.model.changes_logits else self.lm.lm_head
         self.head = DraftHead(self._logits, module, self.vocabulary, self.ids)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
@@ -143,8 +128,6 @@ class DraftModelDrafter(Drafter):
             self.cache, self.last_slot = self.entries.cache, self.entries.most + self.max_missing
         self.reader, self.runner = Runner(self.model, self.own, static), Runner(self.model, self.cache, static)
         self.levels.allocate(rows, device, static)
-        if self.shortlists is not None:
-            self.shortlists.allocate(rows, static)
         # For each i, whether a node has been run if levels 0 … i were, [N + 1]; False in the last place, for node −1.
         ran = torch.zeros(self.max_depth, self.num_nodes + 1, dtype=torch.bool)
         for number, level in enumerate(self.levels.passes):
@@ -164,12 +147,10 @@ class DraftModelDrafter(Drafter):
         own = [self.cached, self.missing_tokens]
         if self.entries is not None:
             own += [self.entries.text, self.cache.lengths]
-        return own if self.shortlists is None else (*own, *self.shortlists.buffers())
+        return own
 
     def begin(self, rows: Rows) -> None:
         self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
-        if self.shortlists is not None:
-            self.shortlists.begin(rows)
         if self.entries is not None:
             self.entries.begin(rows)
 
@@ -191,8 +172,6 @@ class DraftModelDrafter(Drafter):
         entries.select_where_due(lengths)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        if self.shortlists is not None:
-            self.shortlists.read(tokens, rows)
         if self.entries is not None:
             self.entries.read_prompts(self._readable(tokens), start, rows)
         with self.own.only(rows, start + tokens.shape[1]):
@@ -202,22 +181,15 @@ class DraftModelDrafter(Drafter):
         if self.entries is not None:
             self._attend_to(self.entries, state)
         hidden = self._run_root(state)  # [B, 1, d]
-        if self.shortlists is not None:
-            self.shortlists.read(state.root[:, None])
-            self._choose(self.shortlists, state.root[:, None], hidden, 0)
 
         def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, self._held(state.length), state.plans)
-            if self.shortlists is not None:
-                self._choose(self.shortlists, tokens, hidden, depth)
             return hidden, hidden
 
         return self.levels.propose(state, (hidden, hidden), run, self.head)
 
     def skip(self, state: State) -> None:
         """Record the root as missing; where the buffer is full, run what it holds."""
-        if self.shortlists is not None:
-            self.shortlists.read(state.root[:, None])
         if self.entries is not None:
             self._attend_to(self.entries, state)
         missing = (state.length - self.cached).clamp(min=0)
@@ -242,13 +214,7 @@ class DraftModelDrafter(Drafter):
         """The slot that follows a text of such ``lengths [B]``."""
         return lengths if self.entries is None else (lengths - self.entries.left_out).clamp(max=self.last_slot)
 
-    def _choose(self, shortlists: Shortlists, tokens: Tensor, hidden: Tensor, depth: int) -> None:
-        """Choose the shortlist of a level's nodes ``[B, n]``, after they were run."""
-        shortlists.choose(self.embed(self._readable(tokens)), hidden, depth)
-
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
-        if self.shortlists is not None:
-            self.shortlists.read_accepted(tree, verdict)
         if self.entries is not None:
             self.entries.read_accepted(state, verdict, tree)
         path, length, own_path = verdict.path, verdict.length, verdict.own_path
@@ -298,34 +264,4 @@ class DraftModelDrafter(Drafter):
         return tokens.clamp(max=self.last_id) if self.last_id + 1 < self.target_vocabulary else tokens
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.shortlists is not None:
-            return self.shortlists.logits(hidden)
         return self.lm.logits(hidden)[..., : self.vocabulary], self.ids
-
-
-def _drafted_rows(head: nn.Module, count: int) -> nn.Module:
-    """The first rows of an LM head, where it has more."""
-    weight = head.weight
-    assert isinstance(weight, Tensor)
-    return head if len(weight) == count else head_rows(head, torch.arange(count, device=weight.device))
-
-
-def drafts(model: Target, target: Target, draft_vocab: Tensor | None = None, depth: int = DEPTHS) -> Drafts:
-    """A draft model as shortlists are made for it: at depth k it has read the text up to the token k + 1 after the one
-    that a position stands for. What would be beyond the text's end is its last token."""
-    ids = None if draft_vocab is None else draft_vocab.long().to(model.device)
-    head = head_rows(model.lm_head, ids) if ids is not None else model.lm_head
-    head = _drafted_rows(head, min(model.vocab_size, target.vocab_size) if ids is None else len(ids))
-    embed, head_dtype = model.embeddings, next(head.parameters()).dtype
-    vectors = next(embed.parameters())  # [V, e]
-
-    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows = tokens.to(model.device).long().clamp(max=len(vectors) - 1)  # as it reads ids beyond its own
-        row, place = supervised[:, 1:].to(model.device).nonzero().unbind(1)  # [P], of the tokens before roots
-        hidden = model.hidden(rows)  # [B, T, d]
-        for k in range(depth):
-            at = (place + k + 1).clamp(max=rows.shape[1] - 1)
-            state = hidden[row, at]
-            yield Rollout(rows[row, at], state, state.to(head_dtype))
-
-    return Drafts(run, embed, head, ids, vectors.shape[1], model.hidden_size, after_head_of(model), depth)

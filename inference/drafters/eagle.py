@@ -87,7 +87,7 @@ class EagleDrafter(Drafter):
         if shortlist is not None:
             check_router(shortlist, config.hidden_size, config.hidden_size)
             after_head = after_head_of(target) if config.projection == "shared" else None
-            self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, target.vocab_size, after_head)
+            self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, after_head)
         self._take(tree, draws)
 
     def with_tree(
@@ -130,7 +130,7 @@ class EagleDrafter(Drafter):
             self.dynamic = DynamicTree(self.shape, rows, device)
             self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
         if self.shortlists is not None:
-            self.shortlists.allocate(rows, static)
+            self.shortlists.allocate(static)
         # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
         # root's. The number of missing pairs follows from it, and is 0 in warm-up steps, which reset the lengths: these
         # then write no slot before the root's pair.
@@ -143,17 +143,12 @@ class EagleDrafter(Drafter):
         self.numbers = self.layer.numbers
 
     def buffers(self) -> Sequence[Tensor]:
-        own = self.cached, self.missing_tokens, self.missing_features
-        return own if self.shortlists is None else (*own, *self.shortlists.buffers())
+        return self.cached, self.missing_tokens, self.missing_features
 
     def begin(self, rows: Rows) -> None:
         self.cached[rows] = ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
-        if self.shortlists is not None:
-            self.shortlists.begin(rows)
 
     def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        if self.shortlists is not None:
-            self.shortlists.read(tokens, rows)
         hidden = self.eagle.fuse(features)  # [b, T, d]
         waiting, self.waiting = self.waiting, hidden[:, -1:].clone()
         hidden = hidden[:, :-1]
@@ -229,19 +224,16 @@ class EagleDrafter(Drafter):
 
     def _root_pairs(self, state: State, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The missing pairs and the root's: tokens ``[B, n]``, fused features ``[B, n, d]``, and the number of missing
-        pairs ``[B]``. Shortlists have read their tokens."""
+        pairs ``[B]``."""
         missing = (before - self.cached).clamp(min=0)
         longest = int(missing.max()) if self.eager else self.max_missing
-        tokens = read = state.root[:, None]
+        tokens = state.root[:, None]
         features = state.feature[:, None]
         if longest:
             at = missing[:, None]
             tokens = self.missing_tokens[:, : longest + 1].scatter(1, at, tokens)
             features = self.missing_features[:, : longest + 1].clone()
             features[self.row_numbers, missing] = state.feature
-            read = torch.where(self.numbers[: longest + 1] < at, tokens, read)
-        if self.shortlists is not None:
-            self.shortlists.read(read)
         return tokens, self.eagle.fuse(features), missing
 
     def _choose(self, tokens: Tensor, hidden: Tensor, depth: int) -> None:
@@ -353,6 +345,7 @@ def open_drafter(
 
 
 def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
+    """A drafter's folder as shortlists are made for it (train/dynaspec.py)."""
     eagle = Eagle.from_artifact(config, weights, str(folder))
     check_context(eagle, target, str(folder))
     return drafts(eagle, target)

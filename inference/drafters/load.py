@@ -17,10 +17,6 @@ config.json and imported when the first of them is loaded. It has up to three pl
 ``report_fields(folder, config) → dict``
     Fields that its drafters add to report.json; may be left out.
 
-A family whose LM head may be cut to shortlists has one more, ``open_drafts(folder, config, weights, target) → Drafts``
-(:mod:`draftsmith.inference.drafters.rollouts`), which train/dynaspec.py records; its ``open_drafter`` and
-``calibration`` then take ``shortlist``, a :class:`~draftsmith.models.shortlist.ShortlistHead` or None.
-
 All of them raise FileNotFoundError or ValueError where something is missing, damaged or does not fit. That a drafter
 belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """

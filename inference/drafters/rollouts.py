@@ -66,20 +66,11 @@ class Recorded:
     best: Tensor  # [P, K, R] int64, the R likeliest tokens
     log_q: Tensor  # [P, K, R] float32, their log probabilities
     label: Tensor  # [P, K] int64, the target's token; S if the drafter's vocabulary lacks it; −1 where there is none
-    seen: Tensor  # [P, K, R] bool, whether a token of best is in the text up to the root
     outputs: int  # S
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name; with ``outputs`` the arguments that make it again."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "outputs"}
-
-
-def first_places(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Where each token of the vocabulary occurs first in each text, T where it does not: ``[S, T]`` → ``[S, V]``."""
-    texts, length = tokens.shape
-    first = torch.full((texts, vocabulary), length, device=tokens.device)
-    order = torch.arange(length, device=tokens.device).expand(texts, -1)
-    return first.scatter_reduce_(1, tokens, order, "amin")
 
 
 @torch.no_grad()
@@ -109,15 +100,12 @@ def record(
         ids = torch.arange(outputs) if drafts.ids is None else drafts.ids.cpu()
         size = int(max(ids.max(), tokens.max())) + 1
         place = torch.full((size,), outputs).scatter(0, ids, torch.arange(outputs))
-        first = first_places(tokens[part].long(), size)
-        row, root = where.nonzero().unbind(1)
-        seen = first[row[:, None, None], ids[top]] <= (root + 1)[:, None, None]
         label = torch.where(label < 0, -1, place[label.clamp(min=0)])
-        parts.append([nodes, hidden, top, log_q, label, seen])
+        parts.append([nodes, hidden, top, log_q, label])
         if on_done:
             on_done(min(start + batch_size, len(tokens)))
-    nodes, hidden, top, log_q, label, seen = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Recorded(begins, nodes, hidden, top, log_q, label, seen, outputs)
+    nodes, hidden, top, log_q, label = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Recorded(begins, nodes, hidden, top, log_q, label, outputs)
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,7 @@ class Kept:
     """
 
     ranks: Tensor
-    tokens: list[float]  # the mean number of tokens; of in_context, the most that there may be
+    tokens: list[float]  # the mean number of tokens
     top1: list[float]  # the share of the whole head's likeliest token that is inside
     top10: list[float]  # and of its ten likeliest
     dropped: list[float]  # the share of the wanted clusters' tokens that do not fit
@@ -150,8 +138,7 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
             at = nodes[part]
             embeddings = embed(recorded.tokens[at, k].to(device)).float()
             chosen = shortlist.choose(embeddings, recorded.hidden[at, k].to(device).float(), k)
-            seen = recorded.seen[at, k].to(device)
-            inside[part] = shortlist.contains(best[part].to(device), chosen, k, seen).cpu()
+            inside[part] = shortlist.contains(best[part].to(device), chosen, k).cpu()
             if chosen is not None:
                 sums[:2, k] += torch.stack((chosen.count.sum(), chosen.dropped.sum())).cpu()
         if shortlist is None or shortlist.router is None:

@@ -4,20 +4,17 @@ One list serves all nodes of a level: a cluster's score is the highest of theirs
 the order of :class:`~draftsmith.models.shortlist.ShortlistHead`, so that a list is a few slabs of consecutive rows. On
 a GPU the router runs on a CUDA stream of its own, beside the drafter's layer; a CUDA graph captures this order.
 
-Shape letters: B rows, b rows that begin, n nodes, T tokens, e width of embeddings, d hidden width, M clusters, C
-capacity, S tokens that the drafter chooses from, V vocabulary of the target.
+Shape letters: B rows, n nodes, e width of embeddings, d hidden width, M clusters, C
+capacity, S tokens that the drafter chooses from.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.merged import ONE_STREAM
-from draftsmith.inference.verify.sampling import Rows
-from draftsmith.inference.verify.tree import TokenTree
-from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.shortlist_linear import shortlist_logits
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of
@@ -31,7 +28,6 @@ class Shortlists:
         shortlist: is moved to the head's device, its router to the head's dtype.
         head: the drafter's LM head, ``[…, d] → […, S]``.
         ids: ``[S]`` int64, the target's tokens of the head's rows; the first S if None.
-        vocabulary: V.
         after_head: :func:`after_head_of` the model of the head.
 
     Raises:
@@ -43,13 +39,12 @@ class Shortlists:
         shortlist: ShortlistHead,
         head: nn.Module,
         ids: Tensor | None,
-        vocabulary: int,
         after_head: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         weight = head_rows_of(head)
         if len(weight) != shortlist.config.outputs:
             raise ValueError(f"the shortlists order {shortlist.config.outputs} rows, and the LM head has {len(weight)}")
-        self.config, self.after_head, self.vocabulary = shortlist.config, after_head, vocabulary
+        self.config, self.after_head = shortlist.config, after_head
         self.shortlist = shortlist.to(weight.device)
         if shortlist.router is not None:
             shortlist.router.to(weight.dtype)
@@ -64,51 +59,18 @@ class Shortlists:
         self.depth = 0
         self.inputs: tuple[Tensor, ...] = ()  # that the router may still read on its stream
 
-    def allocate(self, rows: int, static: bool) -> None:
-        """For steps of B rows; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`."""
+    def allocate(self, static: bool) -> None:
+        """For steps; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`."""
         device = self.weight.device
         self.static, self.stream = static, None
         if self.shortlist.router is not None and static and device.type == "cuda" and not os.environ.get(ONE_STREAM):
             self.stream = torch.cuda.Stream(device)
-        if self.config.shortlist != "in_context":
-            return
-        # Rows of the head whose token is in the text, by text; the place after them takes what is not in the head.
-        places = torch.full((self.vocabulary,), len(self.ids), device=device)
-        self.places = places.scatter(0, self.ids, torch.arange(len(self.ids), device=device))
-        self.seen = torch.zeros(rows, len(self.ids) + 1, dtype=torch.bool, device=device)
-
-    def buffers(self) -> Sequence[Tensor]:
-        return (self.seen,) if self.config.shortlist == "in_context" else ()
-
-    def begin(self, rows: Rows) -> None:
-        """New texts begin in these rows."""
-        if self.config.shortlist == "in_context":
-            self.seen[rows] = False
-            # Shorter prompts of a batch are padded with token 0: if each text has it, none depends on the others.
-            self.seen[rows, self.places[0]] = True
-
-    def read(self, tokens: Tensor, rows: Rows | None = None) -> None:
-        """Further tokens ``[b, T]`` of the texts in these rows (all if None)."""
-        if self.config.shortlist == "in_context":
-            if rows is None:
-                self.seen.scatter_(1, self.places[tokens], value=True)
-            else:
-                self.seen[rows] = self.seen[rows].scatter(1, self.places[tokens], value=True)
-
-    def read_accepted(self, tree: TokenTree, verdict: Verdict) -> None:
-        """The root's token and those of the accepted path, of the texts in all rows."""
-        if self.config.shortlist == "in_context":
-            path = verdict.path.clamp(max=tree.tokens.shape[1] - 1)
-            beyond = torch.arange(path.shape[1], device=path.device) > verdict.length[:, None]
-            self.read(tree.tokens.gather(1, path.masked_fill(beyond, 0)))
 
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> None:
         """Choose the shortlist of a level's nodes by the embeddings ``[B, n, e]`` of their tokens and the hidden states
         ``[B, n, d]`` that the drafter continues from; :meth:`logits` has it next."""
         self.depth, self.rows = depth, None
         count = self.config.tokens(depth)
-        if self.config.shortlist == "in_context":
-            self.rows = self._in_context(count)
         if self.shortlist.router is None or count == len(self.ids):
             return
         if self.stream is None:
@@ -145,16 +107,6 @@ class Shortlists:
         dtype = self.weight.dtype
         scores = self.shortlist.router(embeddings.to(dtype), hidden.to(dtype), self.depth)  # [B, n, M]
         return self.shortlist.rows(scores.float().amax(1), self.depth).rows
-
-    def _in_context(self, capacity: int) -> Tensor:
-        """The first rows and those of the text, ascending, as many as fit: ``[B, C]`` int64, then −1."""
-        held = self.seen[:, :-1].clone()
-        held[:, : self.config.static].fill_(True)
-        place = held.long().cumsum(1)  # from 1
-        place = torch.where(held & (place <= capacity), place - 1, capacity)
-        rows = torch.full((len(held), capacity + 1), -1, device=held.device)
-        numbers = torch.arange(held.shape[1], device=held.device).expand_as(place)
-        return rows.scatter_(1, place, numbers)[:, :capacity].contiguous()
 
     def _prefix(self, count: int) -> tuple[nn.Linear, Tensor]:
         """The LM head of the first ``count`` rows, and their tokens: the same objects each time."""

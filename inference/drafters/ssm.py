@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, drafts
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
-from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.verify.tree import Topology, read_trees
-from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
 
@@ -62,14 +60,6 @@ def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
         check_draft_vocab(weights["draft_vocab"], size, config["vocab_size"], f"{folder}/model.safetensors")
 
 
-def _check_single(folder: Path, config: Mapping[str, Any]) -> None:
-    if config["num_ssms"] != 1:
-        raise ValueError(
-            f"{folder}: is an ensemble of {config['num_ssms']} SSMs; shortlists are made for the LM head of a single "
-            "one: train it by a recipe of a single stage"
-        )
-
-
 def _are_shares(value: Any, count: int) -> bool:
     return isinstance(value, list) and len(value) == count and all(type(v) in (int, float) for v in value)
 
@@ -81,14 +71,12 @@ class Ensemble:
     models: dict[str, Target]  # its SSMs by the names of their folders
     draft_vocab: Tensor | None  # [D] int64 ids that they draft; None for the whole vocabulary
     mark_tokens: int  # first tokens of an answer by which training marked it
-    shortlist: ShortlistHead | None = None  # of the LM head of its only SSM; None for the whole head
     _first: dict[str, DraftModelDrafter] = field(default_factory=dict)  # by SSM: the LM head's rows are copied once
 
     def drafter(self, part: str, target: Target, tree: Sequence[int] | Topology, **options: Any) -> DraftModelDrafter:
         """The drafter of one SSM; ``options`` are those of :meth:`DraftModelDrafter.with_tree`."""
         if part not in self._first:
-            own: dict[str, Any] = {"draft_vocab": self.draft_vocab, "shortlist": self.shortlist}
-            self._first[part] = DraftModelDrafter(self.models[part], target, (1,), **own)
+            self._first[part] = DraftModelDrafter(self.models[part], target, (1,), draft_vocab=self.draft_vocab)
         return self._first[part].with_tree(tree, **options)
 
     def next_ranks(self, tokens: Tensor, supervised: Tensor) -> Tensor:
@@ -111,10 +99,9 @@ def load_ensemble(
     target: Target,
     parts: Sequence[str] | None = None,
     trust_remote_code: bool = False,
-    shortlist: ShortlistHead | None = None,
 ) -> Ensemble:
     """The SSMs of a checked folder (:func:`check_config`), or those in ``parts``, on the target's device and in its
-    dtype. ``shortlist``: of an ensemble of one."""
+    dtype."""
     models: dict[str, Target] = {}
     ids = weights["draft_vocab"].long().to(target.device) if "draft_vocab" in weights else None
     device, dtype = str(target.device), str(target.dtype).removeprefix("torch.")
@@ -127,27 +114,20 @@ def load_ensemble(
                 f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary "
                 f"of {model.vocab_size}"
             )
-    return Ensemble(models, ids, config["mark_tokens"], shortlist)
+    return Ensemble(models, ids, config["mark_tokens"])
 
 
 # ---- the family, as inference/drafters/load.py describes it
 
 
 def open_drafter(
-    folder: Path,
-    config: dict[str, Any],
-    weights: dict[str, Tensor],
-    tree: Path | None,
-    merged: bool,
-    shortlist: ShortlistHead | None = None,
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
 ) -> Part:
     """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded."""
     assert tree is not None
     check_config(folder, config, weights)
-    if shortlist is not None:
-        _check_single(folder, config)
-    trees, size = read_trees(tree, config["num_ssms"]), config.get("draft_vocab_size")
-    outputs = (size or config["vocab_size"]) if shortlist is None else shortlist.config.fewest
+    trees = read_trees(tree, config["num_ssms"])
+    outputs = config.get("draft_vocab_size") or config["vocab_size"]
     deepest = max(topology.max_rank for topology in trees)
     if deepest >= outputs:
         raise ValueError(f"{tree}: the tree asks for rank {deepest} of a vocabulary of {outputs}")
@@ -155,27 +135,16 @@ def open_drafter(
 
     def build(target: Target, options: dict[str, Any]) -> Mapping[str, Drafter]:
         remote = options.get("trust_remote_code", False)
-        ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote, shortlist)
+        ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote)
         return {part: ensemble.drafter(part, target, topology) for part, topology in topologies.items()}
 
     return Part(build)
 
 
-def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    check_config(folder, config, weights)
-    _check_single(folder, config)
-    ensemble = load_ensemble(folder, config, weights, target)
-    return drafts(ensemble.models[config["parts"][0]], target, ensemble.draft_vocab)
-
-
-def calibration(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
-) -> Calibration:
+def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
     check_config(folder, config, weights)
-    if shortlist is not None:
-        _check_single(folder, config)
-    ensemble = _Calibrated(folder, config, weights, shortlist)
+    ensemble = _Calibrated(folder, config, weights)
     return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
 
 
@@ -184,16 +153,14 @@ class _Calibrated:
 
     ensemble: Ensemble
 
-    def __init__(
-        self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None
-    ) -> None:
-        self.stored, self.shortlist = (folder, config, weights), shortlist
+    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.stored = (folder, config, weights)
         self.matched: list[Tensor] = []  # [n, A] bool of each text
 
     def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         """``[S, T, n, K]``."""
         if not self.matched:
-            self.ensemble = load_ensemble(*self.stored, target, shortlist=self.shortlist)
+            self.ensemble = load_ensemble(*self.stored, target)
         by_ssm = self.ensemble.next_ranks(tokens, supervised)
         self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
         return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)

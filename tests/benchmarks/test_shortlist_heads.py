@@ -15,14 +15,12 @@ from safetensors.torch import load_file, save_file
 from draftsmith.benchmarks import shortlist_heads
 from draftsmith.benchmarks.shortlist_heads import ROUNDS, STATISTICS, WHOLE
 from draftsmith.inference.drafters.eagle import drafts as drafts_of
-from draftsmith.inference.drafters.levels import Layout
 from draftsmith.inference.drafters.ranks import MAX_RANK, draft_labels
 from draftsmith.inference.drafters.rollouts import kept, record
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.evaluation.timing import bootstrap_interval
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import read_drafter, write_drafter
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
 
@@ -39,7 +37,6 @@ def shortlists(outputs: int, width: int) -> dict[str, ShortlistHead]:
     configs = {
         "fr_spec": ShortlistConfig("fr_spec", outputs, budget(90, "position_aware")),
         "vocab_trim": ShortlistConfig("vocab_trim", outputs, (60,)),
-        "in_context": ShortlistConfig("in_context", outputs, (34, 28), static=16),
         "dynaspec": ShortlistConfig("dynaspec", outputs, (110, 110, 70), clusters=(6, 6, 3), **router),
     }
     generator = torch.Generator().manual_seed(5)
@@ -133,7 +130,7 @@ def nodes(target, drafts, heads, texts):
     """By text, position and depth: the label's rank and :data:`STATISTICS` of each method."""
     ids, outputs = drafts.ids.tolist(), len(drafts.weight)
     names = {None: WHOLE} | {name: name for name in heads}
-    lists = {name: Shortlists(head, drafts.head, drafts.ids, target.vocab_size) for name, head in heads.items()}
+    lists = {name: Shortlists(head, drafts.head, drafts.ids) for name, head in heads.items()}
     found = []
     for prompt, answer in texts:
         text = torch.tensor([[*prompt, *answer]])
@@ -155,9 +152,7 @@ def nodes(target, drafts, heads, texts):
                         logits, tokens = whole, ids
                     else:
                         each = lists[name]
-                        each.allocate(1, static=False)
-                        each.begin(slice(0, 1))
-                        each.read(text[:, : root + 1])
+                        each.allocate(static=False)
                         embeddings = target.embeddings(text[:, node : node + 1])
                         each.choose(embeddings, rollouts[depth].hidden[step][None, None], depth)
                         logits, tokens = (part.flatten() for part in each.logits(read))
@@ -190,7 +185,7 @@ def method_of(found: dict, folders, kind: str, name: str) -> dict:
     return part_of(found, kind)["methods"][name if name == WHOLE else str(folders / name)]
 
 
-METHODS = [WHOLE, "fr_spec", "vocab_trim", "in_context", "dynaspec"]
+METHODS = [WHOLE, "fr_spec", "vocab_trim", "dynaspec"]
 
 
 @pytest.mark.parametrize("kind", ["all", *KINDS])
@@ -275,11 +270,10 @@ def test_as_rollouts_keep_it(target, drafts, heads, texts):
         supervised.append([len(texts[number][0]) <= place < len(row) for place in range(tokens.shape[1])])
     marks = torch.tensor(supervised)
     recorded = record(drafts, tokens, marks, len(drafts.weight))
-    cut = {"best", "hidden", "label", "log_q", "seen", "tokens"}
+    cut = {"best", "hidden", "label", "log_q", "tokens"}
     recorded = replace(recorded, **{name: getattr(recorded, name)[:, :DEPTHS] for name in cut})
-    some = {name: head for name, head in heads.items() if name != "in_context"}  # not cut off at its capacity there
-    measured = shortlist_heads.measure_lists(target, drafts, {WHOLE: None, **some}, tokens, marks, DEPTHS)
-    for name, head in {WHOLE: None, **some}.items():
+    measured = shortlist_heads.measure_lists(target, drafts, {WHOLE: None, **heads}, tokens, marks, DEPTHS)
+    for name, head in {WHOLE: None, **heads}.items():
         expected = kept(recorded, drafts.embed, head)
         assert torch.equal(measured.ranks[name], expected.ranks)
         shares = (measured.sums[name].sum(1) / measured.nodes.sum(0)).tolist()
@@ -336,9 +330,7 @@ def test_head_time(monkeypatch, target, drafts, heads):
     marks = torch.arange(40)[None] >= 12
     widths = [1, 4, 2]
     drawn = shortlist_heads.draw_nodes(target, drafts, tokens, marks, widths, torch.Generator().manual_seed(0))
-    assert drawn is not None and [len(each[0][0]) for each in drawn.levels] == widths
-    assert 13 <= drawn.text.shape[1] <= 40 - len(widths)
-    assert torch.equal(drawn.text[0], tokens[0, : drawn.text.shape[1]])
+    assert drawn is not None and [len(each[0][0]) for each in drawn] == widths
     calls: list[tuple[torch.nn.Module, int]] = []
     apply = shortlist_heads.apply_linear
     monkeypatch.setattr(
@@ -349,16 +341,13 @@ def test_head_time(monkeypatch, target, drafts, heads):
     def slow_choice(self, embeddings, hidden, depth):
         chosen.append((self.config.shortlist, depth, hidden.shape[1]))
         assert self.shortlist not in heads.values()  # decoding changes the router's dtype
-        if self.config.shortlist == "in_context":
-            held = self.ids[self.seen[0, :-1]].tolist()
-            assert set(held) == {0, *drawn.text[0].tolist()} & set(self.ids.tolist())
         if self.config.shortlist == "vocab_trim":
             time.sleep(0.02)
         choose(self, embeddings, hidden, depth)
 
     monkeypatch.setattr(Shortlists, "choose", slow_choice)
     seconds = shortlist_heads.time_heads(target, drafts, {WHOLE: None, **heads}, [drawn, drawn])
-    assert seconds.shape == (5, 2) and bool((seconds > 0).all())
+    assert seconds.shape == (4, 2) and bool((seconds > 0).all())
     slow = list(heads).index("vocab_trim") + 1
     assert bool((seconds[slow] >= 0.06).all()) and bool((seconds[slow] > seconds[0] + 0.04).all())
     assert calls == [(drafts.head, width) for width in widths] * (2 * (ROUNDS + 1))
@@ -367,30 +356,6 @@ def test_head_time(monkeypatch, target, drafts, heads):
     }
     short = torch.arange(40)[None] >= 38
     assert shortlist_heads.draw_nodes(target, drafts, tokens, short, widths, torch.Generator()) is None
-
-
-def test_medusa_heads(run_main, monkeypatch, target, prompts, tmp_path):
-    """Another family: fewer depths, each drafted from the root alone."""
-    torch.manual_seed(0)
-    heads = MedusaHeads.for_target(target, 3, 1, "shared")
-    with torch.no_grad():
-        heads.weight.normal_(std=0.1)
-    write_drafter(tmp_path / "medusa", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
-    lists = shortlists(target.vocab_size, target.hidden_size)
-    for name in ("dynaspec", "fr_spec"):
-        write(tmp_path / name, lists[name], target, tmp_path / "medusa")
-    options = [tmp_path / "dynaspec", tmp_path / "fr_spec", "--prompts", prompts, *COMMON]
-    code, _, err = run_main(shortlist_heads.main, *options, "--depths", 4)
-    assert (code, err.splitlines()[-1]) == (2, "error: --depths 4: this drafter drafts 3 tokens deep; give at most 3")
-    tree = Topology(((0,), (0, 0), (1,), (1, 0)))
-    assert Layout(tree).runs[:2] == [1, 2]
-    monkeypatch.setattr(shortlist_heads, "best_tree", lambda ranks, nodes: tree)
-    code, _, err = run_main(shortlist_heads.main, *options, "--report", tmp_path / "report")
-    assert code == 0, err
-    report = json.loads((tmp_path / "report" / "shortlists.json").read_text())
-    assert report["timed_nodes"] == [1, 1, 1] and report["drafter_type"] == "medusa"
-    row = report["all"]["methods"][str(tmp_path / "fr_spec")]
-    assert row["by_depth"]["tokens"] == [90, 90, 15] and 0 < row["acceptance"]["value"] < 1
 
 
 def test_report(found, folders, heads):
@@ -406,7 +371,7 @@ def test_report(found, folders, heads):
     assert found["command"].startswith("python benchmarks/shortlist_heads.py ") and found["versions"]["torch"]
     printed = found["printed"]
     assert all(f"\n{kind}: 6 prompts" in printed for kind in KINDS) and "\nall texts: 12 prompts" in printed
-    assert printed.count("\nin_context ") == 3 and printed.count(f"\n{WHOLE}") == 3
+    assert printed.count("\nvocab_trim ") == 3 and printed.count(f"\n{WHOLE}") == 3
 
 
 def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
@@ -419,8 +384,6 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
     write(tmp_path / "config", heads["fr_spec"], target, base)
     config = tmp_path / "config" / "drafter" / "config.json"
     config.write_text(config.read_text().replace('"norm_output": false', '"norm_output": true'))
-    shutil.copytree(base, tmp_path / "inner" / "drafter" / "ssm-0")
-    write(tmp_path / "inner", heads["fr_spec"], target, base)
     narrow = shortlists(heads["fr_spec"].config.outputs, 16)["dynaspec"]
     write(tmp_path / "narrow", narrow, target, base)
     file_in_the_way = tmp_path / "file"
@@ -431,7 +394,6 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
     for arguments, message in (
         ([tmp_path / "other"], f"{tmp_path}/other/drafter: weight 'fc.weight' is not {same}"),
         ([tmp_path / "config"], f"{tmp_path}/config/drafter: field 'norm_output' is not {same}"),
-        ([tmp_path / "inner"], f"{tmp_path}/inner/drafter: weight 'ssm-0/"),
         ([tmp_path / "narrow"], f"{tmp_path}/narrow: the shortlists' router reads embeddings of 16"),
         ([base], f"{base}: drafter_type 'eagle'; give folders that train/dynaspec.py wrote"),
         ([first], f"{first} {first}: {first} is given twice; leave one out"),

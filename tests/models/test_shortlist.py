@@ -14,12 +14,7 @@ FIXED = ShortlistConfig("fr_spec", 12, (5, 5, 2))
 SIZES = {"num_clusters": 5, "router_width": 7, "embedding_size": 6, "feature_size": 4}
 ROUTED = ShortlistConfig("dynaspec", 12, (9, 9, 4), clusters=(3, 3, 1), **SIZES)
 STARTS = [0, 2, 3, 7, 9, 12]
-KINDS = {
-    "fr_spec": FIXED,
-    "vocab_trim": replace(FIXED, shortlist="vocab_trim"),
-    "in_context": replace(FIXED, shortlist="in_context", capacity=(12, 12, 9), static=3),
-    "dynaspec": ROUTED,
-}
+KINDS = {"fr_spec": FIXED, "vocab_trim": replace(FIXED, shortlist="vocab_trim"), "dynaspec": ROUTED}
 
 
 def head_of(config: ShortlistConfig) -> ShortlistHead:
@@ -56,7 +51,7 @@ def test_budget(most, schedule, expected):
 def test_deeper_nodes_have_the_last_budget():
     assert [ROUTED.tokens(depth) for depth in range(6)] == [9, 9, 4, 4, 4, 4]
     assert [ROUTED.wanted(depth) for depth in range(6)] == [3, 3, 1, 1, 1, 1]
-    assert ROUTED.fewest == 4 and KINDS["in_context"].fewest == 9
+    assert ROUTED.fewest == 4 and FIXED.fewest == 2
 
 
 # ---- configs
@@ -74,7 +69,7 @@ def test_a_config_is_what_its_file_says(kind):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        ("fr_spec", {"shortlist": "fr-spec"}, "field 'shortlist' is 'fr-spec'; known: fr_spec, vocab_trim, in_context"),
+        ("fr_spec", {"shortlist": "fr-spec"}, "field 'shortlist' is 'fr-spec'; known: fr_spec, vocab_trim, dynaspec"),
         ("fr_spec", {"outputs": 0}, "field 'outputs' is 0; it has to be a whole number above 0"),
         ("fr_spec", {"outputs": 12.0}, "field 'outputs' is 12.0; it has to be a whole number above 0"),
         ("fr_spec", {"outputs": True}, "field 'outputs' is True; it has to be a whole number above 0"),
@@ -82,9 +77,6 @@ def test_a_config_is_what_its_file_says(kind):
         ("fr_spec", {"capacity": (5, 0)}, r"field 'capacity' is \[5, 0\]; it has .* of whole numbers from 1 to 12"),
         ("fr_spec", {"capacity": (13,)}, r"field 'capacity' is \[13\]; it has .* of whole numbers from 1 to 12"),
         ("fr_spec", {"capacity": "8"}, r"field 'capacity' is '8'; it has .* of whole numbers from 1 to 12"),
-        ("in_context", {"static": 10}, "field 'static' is 10; it has to be 0 to 9, the capacity"),
-        ("in_context", {"static": -1}, "field 'static' is -1; it has to be 0 to 9, the capacity"),
-        ("in_context", {"static": None}, "field 'static' is None; it has to be 0 to 9"),
         ("dynaspec", {"clusters": ()}, r"field 'clusters' is \[\]; it has .* of whole numbers from 1 to 5"),
         ("dynaspec", {"clusters": (6,)}, r"field 'clusters' is \[6\]; it has .* of whole numbers from 1 to 5"),
         ("dynaspec", {"num_clusters": 0}, "field 'num_clusters' is 0; it has to be a whole number above 0"),
@@ -210,12 +202,10 @@ def test_artifacts_that_are_refused(damage, message):
 # ---- which tokens are in a list
 
 
-def expected_list(head: ShortlistHead, scores: list[float], depth: int, seen: set[int]) -> set[int]:
+def expected_list(head: ShortlistHead, scores: list[float], depth: int) -> set[int]:
     """Places in the drafter's vocabulary, in plain Python."""
     config, rows = head.config, head.order.tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
-    if config.shortlist == "in_context":
-        return set([row for place, row in enumerate(rows) if place < config.static or row in seen][:capacity])
     if config.shortlist != "dynaspec":
         return set(rows[:capacity])
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]
@@ -229,21 +219,18 @@ def expected_list(head: ShortlistHead, scores: list[float], depth: int, seen: se
 def test_contains(kind):
     """For every token and node; clusters that do not fit, and one larger than the capacity, among them."""
     config = KINDS[kind] if kind != "dynaspec" else replace(ROUTED, capacity=(8, 8, 3))
-    if kind == "in_context":
-        config = replace(config, capacity=(12, 12, 12))  # room for the whole text
     head, nodes = head_of(config), 40
     embeddings, hidden = torch.randn(nodes, 6), torch.randn(nodes, 4)
     tokens = torch.arange(12).expand(nodes, -1)
-    seen = torch.rand(nodes, 12) < 0.3
     sizes = set()
     for depth in range(5):
         chosen = head.choose(embeddings, hidden, depth)
         assert (chosen is None) == (kind != "dynaspec")
-        got = head.contains(tokens, chosen, depth, seen)
+        got = head.contains(tokens, chosen, depth)
         assert got.shape == (nodes, 12) and got.dtype == torch.bool
         for node in range(nodes):
             scores = [] if head.router is None else head.router(embeddings[node], hidden[node], depth).tolist()
-            expected = expected_list(head, scores, depth, set(seen[node].nonzero()[:, 0].tolist()))
+            expected = expected_list(head, scores, depth)
             assert set(got[node].nonzero()[:, 0].tolist()) == expected, (depth, node)
             sizes.add(len(expected))
             if chosen is not None:
@@ -251,4 +238,4 @@ def test_contains(kind):
                 assert set(head.order[rows[rows >= 0]].tolist()) == expected
                 assert int(chosen.count[node]) == len(expected) <= config.tokens(depth)
     assert len(sizes) > 1, sizes
-    assert torch.equal(head.contains(tokens.flip(1), chosen, depth, seen.flip(1)), got.flip(1)), "tokens in any order"
+    assert torch.equal(head.contains(tokens.flip(1), chosen, depth), got.flip(1)), "tokens in any order"

@@ -105,12 +105,7 @@ def random_starts(clusters: int, outputs: int) -> list[int]:
 
 
 def listed_tokens(
-    head: ShortlistHead,
-    ids: Tensor,
-    depth: int,
-    text: Sequence[int],
-    scores: Tensor | None,
-    seen: Counter[object] | None = None,
+    head: ShortlistHead, ids: Tensor, depth: int, scores: Tensor | None, seen: Counter[object] | None = None
 ) -> list[int]:
     """The target's tokens of a level's shortlist, in plain Python.
 
@@ -121,9 +116,6 @@ def listed_tokens(
     """
     config, tokens = head.config, ids[head.order].tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
-    if config.shortlist == "in_context":
-        known = {*tokens[: config.static], *text, 0}  # 0: padding of prompts
-        return [token for token in tokens if token in known][:capacity]
     if scores is None or capacity == len(tokens):
         return tokens[:capacity]
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]

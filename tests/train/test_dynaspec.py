@@ -32,7 +32,7 @@ from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, 
 from draftsmith.models.target import load_target
 from draftsmith.train import clusters, dynaspec, eagle, shortlists
 
-KINDS = ("dynaspec", "fr_spec", "vocab_trim", "in_context")
+KINDS = ("dynaspec", "fr_spec", "vocab_trim")
 V = 61  # of make_target
 
 
@@ -43,9 +43,9 @@ def lists_of(kind, outputs=V, width=32, **fields):
     """Shortlists in a random order, of unequal clusters; a random router."""
     generator = torch.Generator().manual_seed(4)
     if kind == "dynaspec":
-        config = ShortlistConfig(kind, outputs, (30, 30, 20, 9), 0, (5, 4, 3, 2), 9, 16, width, width)
+        config = ShortlistConfig(kind, outputs, (30, 30, 20, 9), (5, 4, 3, 2), 9, 16, width, width)
     else:
-        config = ShortlistConfig(kind, outputs, (30, 30, 20, 12), 6 if kind == "in_context" else 0)
+        config = ShortlistConfig(kind, outputs, (30, 30, 20, 12))
     head = ShortlistHead(replace(config, **fields))
     head.order.copy_(torch.randperm(outputs, generator=generator))
     if head.router is not None:
@@ -74,7 +74,7 @@ def made_up(positions=64, outputs=V, width=32, best=24, seed=0):
     label = torch.where(torch.rand(positions, DEPTHS, generator=generator) < 0.7, top[..., 0], top[..., 5])
     hidden = torch.randn(positions, DEPTHS, width, generator=generator)
     begins = torch.ones(positions // 8, 8, dtype=torch.bool)
-    return Recorded(begins, tokens, hidden, top, log_q[..., :best], label, torch.zeros_like(top).bool(), outputs)
+    return Recorded(begins, tokens, hidden, top, log_q[..., :best], label, outputs)
 
 
 # ---- losses
@@ -136,7 +136,7 @@ def test_a_batch_without_labels():
 def test_a_router_learns_which_clusters_follow_a_token(labels):
     """Clusters of equal size, one of four wanted: recall is a quarter by chance."""
     torch.manual_seed(2)
-    config = ShortlistConfig("dynaspec", 60, (15,) * DEPTHS, 0, (1,) * DEPTHS, 4, 32, 32, 32)
+    config = ShortlistConfig("dynaspec", 60, (15,) * DEPTHS, (1,) * DEPTHS, 4, 32, 32, 32)
     head, embed = ShortlistHead(config), torch.nn.Embedding(60, 32)
     head.order.copy_(torch.arange(60).view(15, 4).T.flatten())
     head.starts.copy_(torch.arange(0, 61, 15))
@@ -213,9 +213,8 @@ def test_what_is_recorded(texts):
     found = record(eagle_drafts(made, target), tokens, supervised, 24, batch_size=2, on_done=done.append)
     assert done == [2, 3] and found.outputs == len(ids)
     assert found.begins.nonzero().tolist() == [list(at) for at in nodes]
-    labels, inside = [], set()
-    for place, (at, steps) in enumerate(nodes.items()):
-        text = set(tokens[at[0], : at[1] + 2].tolist())
+    labels = []
+    for place, steps in enumerate(nodes.values()):
         for k, (node, hidden, logits, label) in enumerate(steps):
             if label is not None:
                 assert int(found.tokens[place, k]) == node
@@ -223,21 +222,16 @@ def test_what_is_recorded(texts):
                 values, best = logits.log_softmax(-1).topk(24)
                 assert found.best[place, k].tolist() == best.tolist()
                 torch.testing.assert_close(found.log_q[place, k], values, atol=1e-4, rtol=1e-4)
-                seen = [ids[each] in text for each in best.tolist()]
-                assert found.seen[place, k].tolist() == seen
-                inside |= set(seen)
             known = -1 if label is None else ids.index(label) if label in ids else len(ids)
             assert int(found.label[place, k]) == known
             labels.append(known)
-    assert inside == {True, False} and {-1, len(ids)} < set(labels)
+    assert {-1, len(ids)} < set(labels)
 
 
-def allowed(head, hidden, embedding, depth, text, ids):
+def allowed(head, hidden, embedding, depth):
     """Places in a list, in plain Python; how many of the wanted clusters' tokens do not fit."""
     config, order = head.config, head.order.tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
-    if config.shortlist == "in_context":
-        return {row for place, row in enumerate(order) if place < config.static or ids[row] in text}, 0
     if config.shortlist != "dynaspec":
         return set(order[:capacity]), 0
     scores, starts = head.router(embedding, hidden, depth).tolist(), head.starts.tolist()
@@ -260,15 +254,13 @@ def test_what_lists_keep(texts, kind, best):
     ranks, whole_ranks = (torch.full((3, 17, DEPTHS), -1) for _ in range(2))
     with torch.no_grad():
         for (row, t), steps in nodes.items():
-            text = set(tokens[row, : t + 2].tolist())
             for k, (node, hidden, logits, label) in enumerate(steps):
                 if label is None:
                     continue
-                places, dropped = allowed(head, hidden, target.embeddings.weight[node], k, text, ids)
+                places, dropped = allowed(head, hidden, target.embeddings.weight[node], k)
                 order = logits.argsort(descending=True).tolist()
-                size = head.config.tokens(k) if kind == "in_context" else len(places)
                 ten = sum(place in places for place in order[:10]) / 10
-                sums[k] += torch.tensor([1, order[0] in places, ten, size, dropped])
+                sums[k] += torch.tensor([1, order[0] in places, ten, len(places), dropped])
                 for held, into in ((places, ranks), (set(order), whole_ranks)):
                     listed = [ids[place] for place in order[: recorded.best.shape[-1]] if place in held]
                     into[row, t, k] = min(listed.index(label) if label in listed else MAX_RANK, MAX_RANK)
@@ -405,7 +397,7 @@ def recipe(tiny_lm, tmp_path_factory, run_main):
     stage = {"batch": {"sequences": 4}, "steps": 20, "optim": {"lr": 1e-2}}
     sections = {"checkpoint": {"every": 5, "keep": 1}, "evaluate": {"every": 10}}
     base = Runs(eagle.main, write_recipe(folder, tiny_lm, {"version": 1}, [stage], **sections), run_main)("base")
-    lists = {"num_clusters": 20, "router_width": 32, "positions": 10_000, "size": 60, "static": 20}
+    lists = {"num_clusters": 20, "router_width": 32, "positions": 10_000, "size": 60}
     return write_recipe(folder, tiny_lm, {"base": str(base), **lists}, [{"name": "router", **stage}], **sections)
 
 
@@ -441,7 +433,7 @@ def test_the_run_folder(whole, target, kind):
         assert json.loads((folder / "clusters.json").read_text())["num_clusters"] == 20
         assert (folder / "clusters.png").stat().st_size > 1000
     else:
-        assert config["capacity"] == [60] * 6 and config["static"] == (20 if kind == "in_context" else 0)
+        assert config["capacity"] == [60] * 6
         assert set(weights) == {"order", "starts"} and "selection" not in facts and "clusters" not in config
     page = (folder / "training.html").read_text()
     assert "drafted by dynaspec" in page and "held-out text 1" in page and "rank 1" in page
@@ -681,12 +673,11 @@ def test_all_tokens(recipe, bases, train):
 
 
 def test_sizes_are_cut_to_the_vocabulary(train):
-    config = read(train("big", "drafter.shortlist=in_context", "drafter.size=5000", "drafter.static=4000"))[0]
+    config = read(train("big", "drafter.shortlist=fr_spec", "drafter.size=5000"))[0]
     assert "drafter.size=5000: 300 is used, all tokens of the drafter's LM head\n" in train.out
-    assert "drafter.static=4000: 300 is used, the whole list, with no room for the text's own\n" in train.out
-    assert (config["capacity"], config["static"]) == ([300] * 6, 300)
-    config = read(train("aware", "drafter.shortlist=in_context", "drafter.schedule=position_aware"))[0]
-    assert (config["capacity"], config["static"]) == ([60, 60, 10, 7, 6, 5], 5)
+    assert config["capacity"] == [300] * 6
+    config = read(train("aware", "drafter.shortlist=fr_spec", "drafter.schedule=position_aware"))[0]
+    assert config["capacity"] == [60, 60, 10, 7, 6, 5]
 
 
 @pytest.mark.parametrize(
@@ -697,7 +688,7 @@ def test_sizes_are_cut_to_the_vocabulary(train):
         (["drafter.base={runs}/wrong/drafter"], "wrong/drafter: it is in the run's own folder"),
         (["drafter.base={other}"], "{other}: this drafter was trained for target 'tiny-llama', not for "),
         (["drafter.base={runs}/whole-fr_spec"], "whole-fr_spec: drafters of type 'dynaspec' take no shortlists"),
-        (["drafter.base={heads}"], "{heads}: Medusa heads with an own projection have no common LM head, whose rows "),
+        (["drafter.base={heads}"], "{heads}: drafters of type 'medusa' take no shortlists; EAGLE drafters do"),
         (["drafter.base={own}", "drafter.all_tokens=true"], "{own} has an LM head of its own; leave it out"),
         (["drafter.num_clusters=301"], "drafter.num_clusters=301: the drafter's LM head has 300 tokens"),
         (["drafter.balanced=0.5"], "'drafter.balanced': "),

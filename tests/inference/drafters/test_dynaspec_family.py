@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate
-from draftsmith.inference.drafters import dynaspec
+from draftsmith.inference.drafters import dynaspec, eagle
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -24,31 +24,27 @@ from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 OPTIONS = "--device cpu --dtype float32"
 PATHS = {"paths": [[0], [0, 0], [1]]}
 DYNAMIC = {"dynamic": {"top_k": 3, "depth": 2, "nodes": 8}}
-LISTS = {
-    "dynaspec": {"clusters": budget(8, "position_aware"), "num_clusters": 12, "router_width": 16},
-    "fr_spec": {},
-    "in_context": {"static": 4},
-}
+LISTS = {"dynaspec": {"clusters": budget(8, "position_aware"), "num_clusters": 12, "router_width": 16}, "fr_spec": {}}
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, target) -> dict[str, Path]:
     """By kind, a folder of untrained shortlists on an untrained drafter of half of the vocabulary."""
     torch.manual_seed(0)
-    eagle = Eagle.for_target(target, 3, "own", target.vocab_size // 2)
-    eagle.draft_from(torch.arange(1, target.vocab_size, 2), target)
+    base = Eagle.for_target(target, 3, "own", target.vocab_size // 2)
+    base.draft_from(torch.arange(1, target.vocab_size, 2), target)
     folders = {}
     for kind, fields in LISTS.items():
         folder = folders[kind] = tmp_path_factory.mktemp("drafters") / kind
         if kind == "dynaspec":
-            sizes = {"embedding_size": target.hidden_size, "feature_size": eagle.config.hidden_size}
+            sizes = {"embedding_size": target.hidden_size, "feature_size": base.config.hidden_size}
             fields = fields | sizes
-        outputs = eagle.config.outputs
+        outputs = base.config.outputs
         head = ShortlistHead(ShortlistConfig(kind, outputs, budget(outputs // 2, "position_aware"), **fields))
         head.order.copy_(torch.randperm(outputs))
         if kind == "dynaspec":
             head.starts.copy_(torch.tensor([*range(0, 12 * 7, 7), outputs]))
-        write_drafter(folder / "drafter", "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+        write_drafter(folder / "drafter", "eagle", base.config.to_dict(), base.state_dict(), target, {})
         shape = head.config.to_dict()
         write_drafter(folder, "dynaspec", shape, head.state_dict(), target, {}, parts=["drafter"])
         write_json(folder / "tree.json", PATHS)
@@ -103,8 +99,8 @@ def test_calibration_counts_ranks_within_the_lists(stored, target, kind):
     supervised = torch.arange(60).expand(3, -1) >= 5
     made = dynaspec.calibration(*read_drafter(str(stored[kind])))
     ranks = made.ranks(target, tokens, supervised)
-    shortlist, family, base = dynaspec.read_parts(*read_drafter(str(stored[kind])))
-    whole = family.calibration(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
+    shortlist, base = dynaspec.read_parts(*read_drafter(str(stored[kind])))
+    whole = eagle.calibration(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
     assert ranks.shape == whole.shape and torch.equal(ranks < 0, whole < 0)
     assert (ranks <= whole).logical_or(ranks == MAX_RANK).all() and (ranks < whole).any()
     assert (ranks[ranks != MAX_RANK] < shortlist.config.fewest).all(), "no more children than the shortest list holds"
@@ -154,7 +150,7 @@ NAN = torch.full((16,), torch.nan)
         (without("drafter/config.json"), "{folder}/drafter/config.json: there is no such config of a part"),
         (without("drafter/model.safetensors"), "{folder}/drafter"),
         (of_another_type, "{folder}/drafter: drafters of type 'dynaspec' take no shortlists"),
-        (config("drafter", drafter_type="egale"), "{folder}/drafter: drafter_type 'egale' is not known to"),
+        (config("drafter", drafter_type="egale"), "{folder}/drafter: drafters of type 'egale' take no shortlists"),
         (of_another_target, "{folder}/drafter: this drafter and its shortlists were made for different targets"),
         (config("drafter", version=2), "{folder}/drafter/config.json: field 'version' is 2; it has to be 1 or 3"),
         (tensors("drafter", norm__weight=None), "{folder}/drafter/model.safetensors: 1 tensors are not those"),

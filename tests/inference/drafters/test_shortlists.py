@@ -34,8 +34,6 @@ LISTS = {
     "fr_spec fixed": ("fr_spec", "fixed", 0.5),
     "fr_spec position-aware": ("fr_spec", "position_aware", 0.5),
     "vocab_trim": ("vocab_trim", "position_aware", 0.7),
-    "in_context": ("in_context", "fixed", 0.7),
-    "in_context, full": ("in_context", "fixed", 0.25),
     "dynaspec fixed": ("dynaspec", "fixed", 0.6),
     "dynaspec position-aware": ("dynaspec", "position_aware", 0.6),
     "dynaspec, clusters dropped": ("dynaspec", "fixed", 0.3),
@@ -51,8 +49,7 @@ def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
     outputs = eagle.config.outputs
     capacity = [max(3, tokens) for tokens in budget(int(outputs * share), schedule)]
     if kind != "dynaspec":
-        config = ShortlistConfig(kind, outputs, tuple(capacity), static=4 if kind == "in_context" else 0)
-        return random_shortlists(config)
+        return random_shortlists(ShortlistConfig(kind, outputs, tuple(capacity)))
     wanted = max(5, int(CLUSTERS * share))
     sizes = {"embedding_size": target.hidden_size, "feature_size": eagle.config.hidden_size}
     sizes |= {"clusters": budget(wanted, schedule), "num_clusters": CLUSTERS, "router_width": 8}
@@ -124,7 +121,7 @@ class Watched(KeepsTexts, EagleDrafter):
             nodes, hidden = self.asked[depth]
             scores = head.router(self.embed(nodes[row]), hidden[row], depth).amax(0)
         ids = torch.arange(self.eagle.config.outputs) if ids is None else ids
-        return {*listed_tokens(head, ids, depth, self.texts[row], scores, self.seen)}
+        return {*listed_tokens(head, ids, depth, scores, self.seen)}
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +163,7 @@ def test_lossless_by_the_level_lists(make_target, target, plain, name, tree):
 def test_on_the_targets_own_head(make_target, family):
     """With the target's scale, soft cap or bias; padding stays −∞."""
     target = make_target(family)
-    for name in ("dynaspec, clusters dropped", "in_context", "fr_spec position-aware"):
+    for name in ("dynaspec, clusters dropped", "fr_spec position-aware"):
         eagle = untrained(target, "shared")
         drafter = Watched(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, name))
         (result,) = SpeculativeDecoder(target, drafter).generate([STARTS[0]], 8, stop_ids=NONE)
@@ -225,66 +222,6 @@ def test_the_router_reads_what_it_is_trained_on(make_target, target, plain, kind
     assert float((scores - other).abs().amax(-1).amin()) > 1e-2, "depths could not be told apart"
 
 
-# ---- in-context lists
-
-
-@pytest.mark.fixed_seed("the padding's token has to be rare")
-def test_tokens_of_the_text_are_in_the_list(target):
-    """Prompt, bonus tokens and drafts count, in this row alone, until another text begins; others do not."""
-    config = ShortlistConfig("in_context", 61, (6, 4), static=2)
-    head = torch.nn.Linear(4, 61)
-    lists = Shortlists(random_shortlists(config), head, None, 61)
-    order = lists.ids.tolist()
-    assert order.index(0) > 50  # every list holds it, if there is room: it is the padding of prompts
-    lists.allocate(3, False)
-
-    def listed(depth):
-        lists.choose(torch.empty(3, 1, 4), torch.empty(3, 1, 4), depth)
-        logits, ids = lists.logits(torch.ones(3, 1, 4))
-        right = head(torch.ones(4))[ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
-        torch.testing.assert_close(logits[:, 0], right)
-        return ids.tolist()
-
-    lists.begin(slice(0, 2))
-    lists.read(torch.tensor([[order[40], order[9], order[40]], [order[30], order[0], order[30]]]), slice(0, 2))
-    assert listed(0) == [
-        [order[0], order[1], order[9], order[40], 0, -1],
-        [order[0], order[1], order[30], 0, -1, -1],
-        [order[0], order[1], -1, -1, -1, -1],
-    ]
-    lists.read(torch.tensor([[order[50]], [order[2]], [order[3]]]))
-    assert listed(1) == [
-        [order[0], order[1], order[9], order[40]],  # as many as fit, in the order of frequency
-        [order[0], order[1], order[2], order[30]],
-        [order[0], order[1], order[3], -1],
-    ]
-    lists.begin(slice(0, 1))
-    assert listed(1)[:2] == [[order[0], order[1], 0, -1], [order[0], order[1], order[2], order[30]]]
-
-
-def test_a_token_of_the_prompt_is_drafted(make_target, target, plain):
-    """Accepted drafts that the static list does not have."""
-    eagle = fitted(target, make_target)
-    head = shortlist(eagle, target, "in_context")
-    static = set(head.order[: head.config.static].tolist())
-    drafted = Counter()
-
-    class Counted(Watched):
-        def absorb(self, state, verdict, tree, features):
-            super().absorb(state, verdict, tree, features)
-            for row in range(3):
-                path = verdict.path[row, 1 : 1 + int(verdict.length[row])]
-                drafted.update("static" if t in static else "seen" for t in tree.tokens[row, path].tolist())
-
-    fixed = ShortlistHead(replace(head.config, shortlist="fr_spec", static=0, capacity=(head.config.static,)))
-    fixed.order.copy_(head.order)
-    results = decoded(target, Counted(eagle, target, TREES["fixed"], shortlist=head), 3, False)
-    without = decoded(target, Watched(eagle, target, TREES["fixed"], shortlist=fixed), 3, False)
-    assert [r.tokens for r in results] == [r.tokens for r in without] == plain
-    assert drafted["seen"] > 3, drafted
-    assert sum(len(r.accepted) for r in results) < sum(len(r.accepted) for r in without)
-
-
 @pytest.mark.parametrize("tree", TREES)
 def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     """Clusters of one and two tokens: alone and merged, greedily and by sampling."""
@@ -310,7 +247,7 @@ def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
 def test_drafters_with_other_trees_do_not_share_state(make_target, target, plain):
     """Two drafters of ``with_tree`` that decode in turn, with other numbers of rows."""
     eagle = fitted(target, make_target)
-    one = EagleDrafter(eagle, target, (2, 1), shortlist=shortlist(eagle, target, "in_context"))
+    one = EagleDrafter(eagle, target, (2, 1), shortlist=shortlist(eagle, target, "dynaspec fixed"))
     other = one.with_tree((1, 1, 1))
     first, second = SpeculativeDecoder(target, one), SpeculativeDecoder(target, other, static=True)
     for _ in range(2):
@@ -331,19 +268,9 @@ def test_trees_of_more_children_than_the_shortest_list(make_target, target, tree
 def test_heads_that_do_not_fit():
     lists = random_shortlists(ShortlistConfig("fr_spec", 9, (4,)))
     with pytest.raises(ValueError, match="the shortlists order 9 rows, and the LM head has 8"):
-        Shortlists(lists, torch.nn.Linear(4, 8), None, 9)
+        Shortlists(lists, torch.nn.Linear(4, 8), None)
     with pytest.raises(ValueError, match="quantised or no plain matrix"):
-        Shortlists(lists, torch.nn.Identity(), None, 9)
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])
-def test_accepted_tokens_of_other_drafters_are_in_the_list(make_target, target, plain, static):
-    """Its own accepted tokens are in the list anyway; those of a drafter of the whole vocabulary need not be."""
-    eagle, other = fitted(target, make_target), fitted(target, make_target, "eagle1")
-    watched = Watched(eagle, target, (2,), shortlist=shortlist(eagle, target, "in_context"))
-    merged = MergedDrafter({"one": watched, "deeper": EagleDrafter(other, target, (1,) * 4)}, target, 12)
-    assert [result.tokens for result in decoded(target, merged, 3, static)] == plain
-    assert watched.seen["node"]
+        Shortlists(lists, torch.nn.Identity(), None)
 
 
 # ---- what every drafter has to pass
@@ -371,31 +298,27 @@ SMALL_LISTS = {
     "fr_spec fixed": ({"shortlist": "fr_spec", "capacity": (3,)}, (2, 2), "without_replacement"),
     "fr_spec position-aware": ({"shortlist": "fr_spec", "capacity": (4, 2, 1)}, (1, 1, 1), "without_replacement"),
     "vocab_trim": ({"shortlist": "vocab_trim", "capacity": (4, 2)}, (2, 2), "iid"),
-    "in_context": ({"shortlist": "in_context", "capacity": (4, 3), "static": 1}, (2, 2), "without_replacement"),
     "dynaspec fixed": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement"),
     "dynaspec position-aware": ({"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)}, (2, 2), "iid"),
-    "in_context, one level": ({"shortlist": "in_context", "capacity": (3,), "static": 1}, (2,), "without_replacement"),
     "dynaspec, one level": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2,), "iid"),
 }
 TEXTS = 3000
 
 
 def test_the_suite(make_target):
-    """Static steps read nothing on the host and have one shape; a seed gives the same text and steps in any batch;
-    steps that are undone leave no tokens in an in-context list."""
-    for name in ("in_context", "dynaspec position-aware"):
-        suite.check_static(make_target, small(name, draft_vocab=True))
-    suite.check_seeds(make_target, small("in_context"))
-    suite.check_warm_up(make_target, small("in_context"))
+    """Static steps read nothing on the host and have one shape; a seed gives the same text and steps in any batch."""
+    suite.check_static(make_target, small("dynaspec position-aware", draft_vocab=True))
+    suite.check_seeds(make_target, small("dynaspec fixed"))
+    suite.check_warm_up(make_target, small("dynaspec fixed"))
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", ["fr_spec position-aware", "in_context", "dynaspec fixed"])
+@pytest.mark.parametrize("name", ["fr_spec position-aware", "dynaspec fixed"])
 def test_coupled(make_target, name, tree):
     """Of a draft vocabulary too, whose numbers are not the target's."""
 
     def make(target):
-        eagle = fitted(target, make_target, "eagle3", draft_vocab=name != "in_context")
+        eagle = fitted(target, make_target, "eagle3", draft_vocab=name == "dynaspec fixed")
         return EagleDrafter(eagle, target, TREES[tree], shortlist=shortlist(eagle, target, name))
 
     suite.check_coupled(make_target, make)
@@ -407,7 +330,7 @@ def test_coupled(make_target, name, tree):
 )
 def test_lossless_sampling(make_target, name, draft_vocab):
     make = small(name, draft_vocab)
-    static = name in ("in_context", "dynaspec fixed")
+    static = name == "dynaspec fixed"
     suite.check_sampling(make_target, make, "cut" if draft_vocab else "plain", static=static, count=TEXTS, rows=TEXTS)
 
 
@@ -452,12 +375,7 @@ class ListOfTheRoot(EagleDrafter):
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [
-        (FullVocabulary, "fr_spec fixed"),
-        (FullVocabulary, "in_context"),
-        (FullVocabulary, "dynaspec fixed"),
-        (ListOfTheRoot, "dynaspec position-aware"),
-    ],
+    [(FullVocabulary, "fr_spec fixed"), (FullVocabulary, "dynaspec fixed"), (ListOfTheRoot, "dynaspec position-aware")],
 )
 @pytest.mark.fixed_seed("as many texts reject it in most draws, not in all")
 def test_wrong_distributions_are_rejected(make_target, wrong, name):

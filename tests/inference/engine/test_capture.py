@@ -147,8 +147,8 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
 
 def shortlist(target: Target, kind: str) -> ShortlistHead:
     """Lists of 12, 9 and 8 tokens of the whole vocabulary."""
-    if kind == "in_context":
-        return random_shortlists(ShortlistConfig(kind, 61, (12, 9, 8), static=4))
+    if kind == "fr_spec":
+        return random_shortlists(ShortlistConfig(kind, 61, (12, 9, 8)))
     sizes = {"num_clusters": 8, "router_width": 8, "embedding_size": 32, "feature_size": 32}
     config = ShortlistConfig(kind, 61, (12, 9, 8), clusters=(3, 2, 2), **sizes)
     return random_shortlists(config, [0, 3, 9, 14, 20, 31, 44, 50, 61])
@@ -174,16 +174,13 @@ def some(target: Target) -> torch.Tensor:
 MAKE: dict[str, Callable[[Target], Drafter]] = {
     "plain": lambda t: PlainDrafter(t.device),
     "medusa": heads,
-    "medusa with shortlists": lambda t: heads(t, shortlist=shortlist(t, "dynaspec")),
-    "medusa in context": lambda t: heads(t, shortlist=shortlist(t, "in_context")),
     "eagle": lambda t: eagle(t, SPARSE),
     "eagle-1": lambda t: eagle(t, (2, 1, 1), "eagle1"),
     "dynamic eagle": lambda t: eagle(t, DynamicShape(4, 3, 12)),
     "eagle i.i.d.": lambda t: eagle(t, (2, 2), "normed", draws="iid"),
     "dynaspec": lambda t: eagle(t, SPARSE, shortlist=shortlist(t, "dynaspec")),
-    "dynamic in context": lambda t: eagle(t, DynamicShape(4, 3, 12), shortlist=shortlist(t, "in_context")),
+    "dynamic fr-spec": lambda t: eagle(t, DynamicShape(4, 3, 12), shortlist=shortlist(t, "fr_spec")),
     "draft model": lambda t: DraftModelDrafter(t, t, SPARSE, draft_vocab=some(t)),
-    "ssm in context": lambda t: DraftModelDrafter(t, t, [2, 1, 1], shortlist=shortlist(t, "in_context")),
     "ssms": lambda t: MergedDrafter(ssms(t), t, 8),
     "ngram": lambda t: NgramDrafter(t, min_match=1, depth=4),
     "medusa + ngram": lambda t: MergedDrafter({"heads": heads(t), "ngram": NgramDrafter(t, depth=4)}, t, 10),
