@@ -2,7 +2,7 @@
 
     python benchmarks/step_times.py --shape tiny-lm --device cpu --contexts 128 --nodes 1 4 12 16 --threads 1
     python benchmarks/step_times.py --shape llama3-8b --batches 1 8 --contexts 1024 16384 --nodes 1 4 16 64
-    python benchmarks/step_times.py --shape llama2-7b --projection shared own --compile --out runs/bench/step.json
+    python benchmarks/step_times.py --shape llama2-7b --projection shared own --out runs/bench/step.json
     python benchmarks/step_times.py --target models/tiny-lm --nodes 1 16
     python benchmarks/step_times.py --shape llama3-8b --nodes 64 --graphs --profile runs/bench/kernels.txt
 
@@ -76,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--projection", nargs="+", choices=["shared", "own"], default=["shared"], help="of the heads")
     parser.add_argument("--heads", type=int, default=5, help="draft heads; no tree is deeper (default 5)")
     parser.add_argument("--repeat", type=int, default=50, help="timed steps (default 50)")
-    parser.add_argument("--compile", action="store_true", help="the target's forward pass by torch.compile")
     decoder_option(parser)
     parser.add_argument("--graphs", action="store_true", help="fail unless every step was replayed from a CUDA graph")
     parser.add_argument(
@@ -246,7 +245,6 @@ class Case:
         topology: Topology,
         batch: int,
         context: int,
-        compiled: bool,
         lean: bool | None = None,
     ) -> None:
         self.heads, self.topology, self.batch, self.context = heads, topology, batch, context
@@ -256,7 +254,7 @@ class Case:
         slot = sum(2 * kv_heads * width for kv_heads, width in target.kv_shapes) * target.dtype.itemsize
         check_fits(batch * capacity * slot, self.device)
         static = self.device.type == "cuda" and not target.spread
-        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, compiled=compiled, lean=lean)
+        self.step = step = Step(target, drafter, "greedy", batch, capacity, static=static, lean=lean)
         for layer in cast(list[CacheLayerMixin], step.cache.layers):
             for part in (layer.keys, layer.values):
                 assert part is not None
@@ -434,8 +432,8 @@ def measure_target(
     The file is written whenever there are new rows, so that a command that is killed keeps what it measured."""
     heads = functools.cache(lambda projection: projection and random_heads(target, args.heads, projection))
     trees = [(None, 1), *((p, n) for p in args.projection for n in sorted(set(args.nodes)) if n > 1)]
-    # One by one on a GPU, whose memory is limited and whose times vary little, and with --compile.
-    groups = [[tree] for tree in trees] if target.device.type == "cuda" or args.compile else [trees]
+    # One by one on a GPU, whose memory is limited and whose times vary little.
+    groups = [[tree] for tree in trees] if target.device.type == "cuda" else [trees]
     for batch, context in itertools.product(args.batches, args.contexts):
         measured: list[dict[str, Any]] = []
         for group in groups:
@@ -443,7 +441,7 @@ def measure_target(
             release()
             try:
                 with console.status(f"measuring {what}"):
-                    options = batch, context, args.compile, DECODERS[args.decoder]
+                    options = batch, context, DECODERS[args.decoder]
                     made = [(heads(p), grow_tree(n, args.heads)) for p, n in group]
                     rows = measure_cases(target, [Case(target, *each, *options) for each in made], best, args, tables)
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -451,8 +449,6 @@ def measure_target(
                 rows = []
             else:
                 console.print(f"  measured {what}", markup=False, soft_wrap=True)
-            if args.compile:
-                torch.compiler.reset()  # it gives up after a few shapes
             measured += rows
             facts["rows"] += rows
             plain = next((row["median"] for row in measured if row["nodes"] == 1), None)
@@ -525,7 +521,7 @@ def main() -> None:
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
     planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
     facts = facts_of(__file__, device) | {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat}
-    facts |= {"compiled": args.compile, "limits": {}, "rows": [], "planned": planned}
+    facts |= {"limits": {}, "rows": [], "planned": planned}
     tables: list[str] = []
     for shape in args.shape or [args.target]:
         release()

@@ -23,7 +23,6 @@ input.
 
 import argparse
 import shlex
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -146,11 +145,6 @@ def parser() -> argparse.ArgumentParser:
         "drafters into FILE-DRAFTER.jsonl",
     )
     target_options(parser)
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="torch.compile the target: slow to begin, then faster (also plain decoding)",
-    )
     parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
     return parser
 
@@ -171,8 +165,6 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--seconds {args.seconds:g}: must be above 0")
     if args.show < 0:
         raise ValueError(f"--show {args.show}: must be at least 0")
-    if args.compile and args.device_map != "none":
-        raise ValueError("--compile needs the whole target on one device; leave out --device-map")
     if bool(args.drafters) == bool(args.plan):
         raise ValueError("give a DRAFTER, or --plan in its place" + (", not both" if args.plan else ""))
     if args.plan and args.plan != "auto" and not Path(args.plan).is_file():
@@ -263,8 +255,6 @@ def main() -> None:
     given_sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     sampling = Sampling(**given_sampling)  # checks the ranges
     options = target_arguments(args)
-    if args.compile and options["device"] == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
-        raise ValueError("--compile on a CPU needs a C++ compiler (g++ or clang++), and there is none on the path")
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]
 
@@ -291,7 +281,7 @@ def main() -> None:
             raise ValueError(f"'{name}': its adapter changes the target of the drafters before it; name it first")
         drafters.append(drafter)
     assert target is not None
-    first = SpeculativeDecoder(target, drafters[0], compiled=args.compile, lean=lean)
+    first = SpeculativeDecoder(target, drafters[0], lean=lean)
 
     def options_of(prompt: list[int]) -> dict[str, Any]:
         own = engine_options(args.mode, sampling, [prompt])
@@ -336,7 +326,6 @@ def main() -> None:
         rounds=args.repeat,
         seconds=args.seconds,
         kinds=kinds,
-        compiled=args.compile,
         lean=lean,
         max_draft_nodes=args.max_draft_nodes,
         one_by_one=bool(args.answers),  # which have times

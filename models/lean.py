@@ -9,7 +9,7 @@ branches may be parallel: both then read the x before the layer.
 
 On a GPU everything between two products is one kernel, except for attention; or the products of few rows do it
 themselves, in forms that allow it: :func:`run_fused_layer`. On a CPU steps run all layers in one call
-(``NativeLayers``). Where no kernels run, in ``torch.compile``, and for prompts on a CPU, layers are PyTorch
+(``NativeLayers``). Where no kernels run, and for prompts on a CPU, layers are PyTorch
 operations: :func:`run_layer`.
 
 Shape letters: B rows, N nodes, M = B · N, H query heads, G key/value heads, D head width, S slots, d hidden width.
@@ -241,7 +241,7 @@ class LeanDecoder:
         ``step``: many forward passes will have this shape."""
         if self._runs_native(biased):
             return []
-        fused = not (biased or torch.compiler.is_compiling() or self.not_fused)
+        fused = not (biased or self.not_fused)
         by_shape: dict[tuple[int, ...], Buffers | FusedBuffers] = {}
         by_layer: list[Buffers | FusedBuffers] = []
         with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
@@ -255,7 +255,7 @@ class LeanDecoder:
         return by_layer
 
     def _runs_native(self, biased: bool) -> bool:
-        return self.native is not None and not biased and not torch.compiler.is_compiling()
+        return self.native is not None and not biased
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The scaled embeddings of tokens: ``[B, N]`` → ``[B, N, d]``."""

@@ -150,11 +150,6 @@ def judge_lean(out: Path, rehearsal: bool) -> Finding:
     return judge_beside(out, "lean", out / "step" / "step.json", ("lean", "transformers"), 1.0)
 
 
-def judge_compile(out: Path, rehearsal: bool) -> Finding:
-    """The kernels, which are the default, against torch.compile: if that is faster, it has to be the default."""
-    return judge_beside(out, "compile", out / "compile" / "kernels.json", ("kernels", "compiled"), NOISE)
-
-
 def judge_switches(out: Path, rehearsal: bool) -> Finding:
     """What is off by default beside the default: one that is faster should be on."""
     folder, shown, met = out / "switches", [], []

@@ -317,13 +317,6 @@ PARTS = (
         judges.judge_training, ("peft",),
     ),
     Part(
-        "compile", "the kernels' step, the default, is not slower (to within 2 %) than one by torch.compile", 300,
-        (step_times("kernels", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64"),
-         step_times("step", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64 --compile")),
-        (toy_step("kernels"), toy_step("step")),  # eager: compiling takes a minute on a CPU
-        judges.judge_compile, ("triton",),
-    ),
-    Part(
         "switches", "what is off by default (programmatic dependent launch, written logits, bits that drafting never "
         "changes, attention merged by its last program) is not faster (by more than 2 %): else it has to be the "
         "default", 400,
@@ -424,7 +417,7 @@ BUNDLES = {
     "kernels": ("kernel-bench", "around", "shortlist", "eagle-unroll"),
     "eagle": ("eagle", "eagle-decode"),
     "serving": ("serving",),
-    "training": ("train-step", "compile"),
+    "training": ("train-step",),
     "switches": ("switches",),
     "same-bits": ("same-bits",),
     "dynaspec": ("dynaspec",),

@@ -1,7 +1,7 @@
 """How many nodes a step drafts, up to those of the drafter's tree: chosen here for every drafter, alone and merged, in
 greedy decoding and in coupled sampling. Drafters propose candidates with estimated acceptance probabilities; what they
 leave out themselves, they leave out by these numbers. Whole trees are verified in multi-step and typical sampling, in
-compiled steps, with ``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text.
+with ``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text.
 
     speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
 

@@ -114,8 +114,6 @@ class SpeculativeDecoder:
     Args:
         static: run steps of fixed shape, launched before the previous result is known; on a GPU in a CUDA graph.
             Left out: only on a GPU that holds the whole target.
-        compiled: run the target's forward pass of a step by ``torch.compile``, with static steps; slow to start, faster
-            afterwards.
         lean: run the lean decoder of ``models/lean.py`` (True), the model's own modules (False), or lean where there is
             one (left out).
 
@@ -128,23 +126,17 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None = None,
-        *,
-        static: bool | None = None,
-        compiled: bool = False,
-        lean: bool | None = None,
+        self, target: Target, drafter: Drafter | None = None, *, static: bool | None = None, lean: bool | None = None
     ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
         self.seconds: dict[str, float] = dict.fromkeys(Clock.PHASES, 0.0)
-        self.static = compiled or (static_by_default(target) if static is None else static)
-        self.compiled, self.lean = compiled, lean
+        self.static = static_by_default(target) if static is None else static
+        self.lean = lean
         if lean:
             find_lean(target, lean)
         if same_bits():
-            check_same_bits(target, self.drafter.max_depth, lean, compiled)
+            check_same_bits(target, self.drafter.max_depth, lean)
         self._step: Step | None = None
 
     @property
@@ -170,7 +162,7 @@ class SpeculativeDecoder:
         lean = find_lean(self.target, self.lean)
         rows = self._step.cache.rows * self.drafter.num_nodes if self._step else 1
         few = rows <= MOST_ON_CPU or self.target.device.type != "cpu"
-        return isinstance(lean, LeanDecoder) and not lean.rows_differ and not self.compiled and few
+        return isinstance(lean, LeanDecoder) and not lean.rows_differ and few
 
     def generate(
         self,
@@ -347,9 +339,9 @@ class SpeculativeDecoder:
                 self._step = step = None
                 gc.collect()  # a cache and its layers refer to each other; this frees its memory
             if self.static:
-                # Rounded up, so that the next call can reuse captured graphs and compiled code.
+                # Rounded up, so that the next call can reuse captured graphs.
                 capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
-            options: dict[str, Any] = {"static": self.static, "compiled": self.compiled, "lean": self.lean}
+            options: dict[str, Any] = {"static": self.static, "lean": self.lean}
             self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step
 
@@ -445,7 +437,7 @@ class _Queue:
             if request.max_draft_nodes is not None and not self.step.can_be_bounded:
                 raise ValueError(
                     f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
-                    "coupled sampling, unless all nodes are asked for, or compiled steps; leave it out"
+                    "coupled sampling, unless all nodes are asked for; leave it out"
                 )
             text = _Text(number, request, length - len(request.prompt))
             text.result.source = self.decoder.target, request.stop_strings

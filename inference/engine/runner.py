@@ -5,7 +5,7 @@ width, F features per token.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -36,8 +36,6 @@ from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target, attention_window, cache_argument
 
 ATTENTION = "draftsmith_tree"
-# On a GPU: block sizes of products and loops are tuned; CUDA graphs are the engine's own.
-COMPILE_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 # In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
 _NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 # The arguments of the pass that runs, which layers of some families (StableLM, Nemotron) do not hand on to attention.
@@ -100,14 +98,12 @@ def find_lean(target: Target, lean: bool | None) -> LeanDecoder | str:
     return decoder
 
 
-def check_same_bits(target: Target, max_depth: int, lean: bool | None, compiled: bool) -> None:
+def check_same_bits(target: Target, max_depth: int, lean: bool | None) -> None:
     """Check that drafting can leave each bit as it is, where ``DRAFTSMITH_SAME_BITS`` asks for it. ``max_depth``: of
     the drafter's trees. Raises ValueError: it cannot."""
     decoder = find_lean(target, lean)
     reason = decoder if isinstance(decoder, str) else decoder.rows_differ
-    if compiled:
-        reason = "torch.compile's products depend on the number of rows"
-    elif not reason and isinstance(decoder, LeanDecoder) and decoder.native is None and max_depth > TILE:
+    if not reason and isinstance(decoder, LeanDecoder) and decoder.native is None and max_depth > TILE:
         reason = f"the drafter's trees are {max_depth} deep, and only {TILE} levels are possible"
     if reason:
         raise ValueError(
@@ -122,30 +118,20 @@ class Runner:
     Args:
         target: the model: the target, or a causal LM that drafts.
         static: forward passes of trees attend to the whole cache, without host synchronisation.
-        compiled: run forward passes that have the same shape at every step by ``torch.compile``; the first of each
-            shape is compared with the modules' own, which run where it differs by more than rounding.
         lean: as :func:`find_lean` takes it.
     """
 
-    def __init__(
-        self, target: Target, cache: KVCache, static: bool = False, compiled: bool = False, lean: bool | None = None
-    ) -> None:
+    def __init__(self, target: Target, cache: KVCache, static: bool = False, lean: bool | None = None) -> None:
         self.target, self.cache, self.static = target, cache, static
         self._cache_argument = cache_argument(target.decoder)
         self.lean_or_reason = find_lean(target, lean)
         self.lean = self.lean_or_reason if isinstance(self.lean_or_reason, LeanDecoder) else None
-        self.modules: Callable[..., Any] = target.decoder if self.lean is None else self.lean.forward
-        options = COMPILE_OPTIONS if target.device.type == "cuda" else None
-        self.compiled = torch.compile(self.modules, dynamic=False, options=options) if compiled else self.modules
-        self.not_compiled = ""  # why compiled steps were given up
-        self._compared: set[torch.Size] = set()  # shapes of tokens whose compiled pass was compared with the modules'
         self.tables = {} if self.lean is None else self.lean.tables(cache.positions)
         self.buffers: dict[tuple[int, int, bool], Sequence[Buffers | FusedBuffers]] = {}  # of steps, by shape
         self.last_position = target.context - 1
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        # On a CPU torch.compile takes PyTorch's own operations, and a prompt, which has many rows, its attention.
-        self.on_cpu = bool(why_not_triton(like))
-        self.kernel = runs_kernel(like, max(width for _, width in target.kv_shapes)) and not (compiled and self.on_cpu)
+        self.on_cpu = bool(why_not_triton(like))  # where a prompt, which has many rows, takes PyTorch's own attention
+        self.kernel = runs_kernel(like, max(width for _, width in target.kv_shapes))
         self.numbers = torch.arange(cache.capacity, device=target.device)
         config = target.config
         layers = getattr(config, "layer_types", None) or []
@@ -162,8 +148,7 @@ class Runner:
     @property
     def bitwise(self) -> bool:
         """Whether the bits of a row of a step do not depend on the other rows."""
-        eager = self.compiled is self.modules
-        return self.kernel and eager and self.lean is not None and not self.lean.rows_differ
+        return self.kernel and self.lean is not None and not self.lean.rows_differ
 
     def forward_chunk(
         self, tokens: Tensor, start: int, captures: Sequence[int] = (), observer: Observer | None = None
@@ -281,7 +266,7 @@ class Runner:
         Args:
             biases: additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where every slot is visible.
             tree_keys: arguments of the Triton kernel, in place of ``biases``.
-            step: shapes repeat from step to step: reuse buffers, or run compiled if the runner was made for it.
+            step: shapes repeat from step to step: reuse buffers.
             captures: numbers of layers.
             observer: see :meth:`forward_chunk`; needs ``biases``.
 
@@ -290,28 +275,14 @@ class Runner:
         """
         self.cache.slots, self.cache.seen = slots, seen
         masks: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys}
-        if step and tokens.shape not in self._compared and self.compiled is not self.modules:
-            self._compared.add(tokens.shape)
-            again: dict[str, Any] = {**masks, "step": step, "captures": captures}
-            compiled = self.forward(tokens, positions, slots, seen, **again)[0].clone()
-            before, self.compiled = self.compiled, self.modules
-            result = self.forward(tokens, positions, slots, seen, **again)  # writes the same slots again
-            moved = torch.where(result[0].isfinite(), compiled - result[0], 0).float().norm()  # padding may see nothing
-            error = float(moved / result[0].float().nan_to_num().norm())
-            if error <= (1e-4 if result[0].dtype == torch.float32 else 0.05):
-                self.compiled = before
-            else:
-                self.not_compiled = f"torch.compile's result differs by {error:.1e}"
-            return result
-        decoder = self.compiled if step else self.modules
         if self.lean is not None:
             shape, buffers = (tokens.shape[0], tokens.shape[1], tree_keys is None), None
-            if step and decoder is self.modules:
+            if step:
                 buffers = self.buffers.get(shape)
                 if buffers is None:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
             options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer}
-            return decoder(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
+            return self.lean.forward(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
         options = {self._cache_argument: self.cache, "use_cache": True, **masks}
         if captures:
             options["output_hidden_states"] = True
@@ -319,7 +290,7 @@ class Runner:
             options["observer"] = observer
         before_pass = _of_pass.set((biases, tree_keys, observer))
         try:
-            out = decoder(input_ids=tokens, position_ids=positions, **options)
+            out = self.target.decoder(input_ids=tokens, position_ids=positions, **options)
         finally:
             _of_pass.reset(before_pass)  # masks of long prompts are large
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]

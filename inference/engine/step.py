@@ -92,7 +92,7 @@ class Step:
     Args:
         capacity: slots of the cache, see :func:`capacity_for`.
         static: use the same shapes at every step (of a tree size), and on a GPU a CUDA graph.
-        compiled, lean: see :class:`Runner`.
+        lean: see :class:`Runner`.
 
     Raises:
         ValueError: the mode is none of ``MODES``, or the lean decoder is asked for and there is none.
@@ -107,16 +107,15 @@ class Step:
         capacity: int,
         *,
         static: bool = False,
-        compiled: bool = False,
         lean: bool | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
         device = target.device
         self.target, self.drafter, self.mode = target, drafter, mode
-        self.rows, self.capacity, self.static, self.compiled = rows, capacity, static, compiled
+        self.rows, self.capacity, self.static = rows, capacity, static
         self.cache = KVCache(target, rows, capacity)
-        self.runner = Runner(target, self.cache, static, compiled, lean)
+        self.runner = Runner(target, self.cache, static, lean)
         self.captures = tuple(drafter.captures)
         width = target.hidden_size * (1 + len(self.captures))
         feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
@@ -134,9 +133,8 @@ class Step:
         first_source = drafter.max_depth + 2
         first_size = first_source + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
         # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
-        # acceptance directly: they have one size, so that a seed gives one text. Compiled steps, too: each would be
-        # compiled.
-        any_size = mode in ("greedy", "sample") and not compiled
+        # acceptance directly: they have one size, so that a seed gives one text.
+        any_size = mode in ("greedy", "sample")
         self.bounds: list[int | None] = [None] * rows  # of each row's text: its ``max_draft_nodes``
         self.sizes: Sizes | None = None
         self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
@@ -198,9 +196,8 @@ class Step:
 
     @property
     def execution(self) -> str:
-        """How steps run: CUDA graph or eager, compiled or not, the decoder, and why it is not the lean one."""
-        compiled = f", not compiled ({self.runner.not_compiled})" if self.runner.not_compiled else ", compiled"
-        graph = f"{self.eager or 'cuda graph'}{compiled if self.compiled else ''}"
+        """How steps run: CUDA graph or eager, the decoder, and why it is not the lean one."""
+        graph = self.eager or "cuda graph"
         lean = self.runner.lean
         if lean is not None:
             fused = "" if lean.not_fused in ("", NO_KERNELS) else f" (layers not fused: {lean.not_fused})"

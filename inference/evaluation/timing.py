@@ -279,11 +279,9 @@ def rows_untimed(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_
     """Texts to decode at a time where nothing is timed: at least ``least``, the batch size of what was timed.
 
     On a CPU at most as many as leave the bits of a row independent of the other rows, and everywhere as many as fit
-    into half of the memory that is left. Compiled steps have the batch size that they were compiled for.
+    into half of the memory that is left.
     """
     target, drafter = decoder.target, decoder.drafter
-    if decoder.compiled:
-        return least
     most = CHECK_ROWS_ON_GPU if target.device.type == "cuda" else min(CHECK_ROWS, MOST_ON_CPU // drafter.num_nodes)
     slots = capacity_for(min(max(map(len, prompts)) + max_new_tokens, target.context), drafter) + CACHE_GRANULE
     row = Counter({target.device: drafter.num_nodes * target.vocab_size * 4 * LOGITS})  # bytes on each device
@@ -334,7 +332,6 @@ def evaluate(
     rounds: int = 1,
     seconds: float | None = None,
     kinds: Sequence[str | None] = (),
-    compiled: bool = False,
     lean: bool | None = None,
     max_draft_nodes: int | None = None,
     one_by_one: bool = False,
@@ -373,8 +370,7 @@ def evaluate(
     if baseline not in BASELINES:
         raise ValueError(f"baseline {baseline!r}: must be one of {', '.join(BASELINES)}")
     sampling, names = sampling or Sampling(), list(drafters)
-    options: dict[str, Any] = {"compiled": compiled, "lean": lean}
-    decoders = [SpeculativeDecoder(target, drafter, **options) for drafter in drafters.values()]
+    decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters.values()]
     wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
     methods: dict[str, Method] = {}
 
@@ -384,7 +380,7 @@ def evaluate(
         own: dict[str, Any] = engine_options(mode, sampling, group) | {"max_draft_nodes": max_draft_nodes}
         return decoder.generate(group, max_new_tokens, batch_size=rows, **own, **more)
 
-    plain = SpeculativeDecoder(target, **options)
+    plain = SpeculativeDecoder(target, lean=lean)
     for name, decoder in zip(names, decoders, strict=True):
         methods[name] = partial(decode, decoder)
     if "engine" in wanted:
@@ -399,9 +395,9 @@ def evaluate(
     by_distribution = mode == "mss"
     if target.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(target.device)
-    # A capture or compilation is made for the batch size and cache length of the timed runs.
+    # A capture is made for the batch size and cache length of the timed runs.
     warm_up = [prompts[0][:8]]
-    if target.device.type == "cuda" or compiled:
+    if target.device.type == "cuda":
         warm_up = sorted(prompts, key=len)[-batch_size:]
 
     def settled(timed: dict[str, Timed]) -> bool:

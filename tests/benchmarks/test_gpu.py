@@ -246,9 +246,7 @@ def test_a_killed_run_goes_on(tmp_path, how):
 
 # ---- packages and files behind a part
 
-WITHOUT_PYDANTIC = set(
-    "products profile step lean kernels kernel-bench around shortlist eagle-unroll compile switches".split()
-)
+WITHOUT_PYDANTIC = set("products profile step lean kernels kernel-bench around shortlist eagle-unroll switches".split())
 IMAGE = Path(__file__).with_name("gpu_image.txt")  # of a rented GPU, as `pip list` prints it
 CARRIED = "pydantic 2.14.3\npydantic-core 2.50.4\nannotated-types 0.8.0\ntyping-inspection 0.4.5\ngguf 0.19.0\n"
 

@@ -148,7 +148,7 @@ def test_every_step_sees_the_context(running, nodes, batch):
     target = running(small_target())
     torch.manual_seed(0)
     heads = random_heads(target, 3, "own") if nodes > 1 else None
-    case = Case(target, heads, grow_tree(nodes, 3), batch, 20, False)
+    case = Case(target, heads, grow_tree(nodes, 3), batch, 20)
     propose, began, ended = case.step.drafter.propose, [], []
 
     def watch(state):
@@ -175,7 +175,7 @@ def test_every_step_sees_the_context(running, nodes, batch):
 
 def test_the_target_runs_a_whole_tree(running):
     target = running(small_target())
-    case, seen = Case(target, random_heads(target, 3, "shared"), grow_tree(7, 3), 2, 20, False), []
+    case, seen = Case(target, random_heads(target, 3, "shared"), grow_tree(7, 3), 2, 20), []
     target.decoder.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(args[0].shape))
     case.take(1)
     assert seen == [(2, 7)]
@@ -185,7 +185,7 @@ def test_the_target_runs_a_whole_tree(running):
 def test_the_commit_moves_nodes(running, batch):
     target = running(small_target())
     tree = grow_tree(9, 3)
-    case = Case(target, random_heads(target, 3, "shared"), tree, batch, 20, False)
+    case = Case(target, random_heads(target, 3, "shared"), tree, batch, 20)
     before = case.step.cache.layers[1].keys.clone()
     commit, given = case.step.cache.commit, []
     case.step.cache.commit = lambda path, length: (commit(path, length), given.append((path, length)))
@@ -217,7 +217,7 @@ def test_cases_are_timed_in_turn(monkeypatch):
 
 def test_a_chain_moves_nothing(running):
     target = running(small_target())
-    case = Case(target, random_heads(target, 3, "shared"), grow_tree(3, 3), 1, 20, False)
+    case = Case(target, random_heads(target, 3, "shared"), grow_tree(3, 3), 1, 20)
     assert case.topology.paths == ((0,), (0, 0)) and case.moving_commit(2) == (0, None)
 
 
@@ -290,7 +290,7 @@ def test_steps_that_are_no_graph_replays_are_refused_on_request(run_main, quick,
         "--graphs to measure them anyway"
     )
     target = running(small_target())
-    case = Case(target, None, grow_tree(1, 3), 1, 9, False)
+    case = Case(target, None, grow_tree(1, 3), 1, 9)
     case.check_graphs()  # nothing was launched
     case.step.eager, case.step.advance = "", case.step.run  # as on a GPU, where a replay does what ``run`` does
     case.take(2)

@@ -271,7 +271,7 @@ def command_line(draw: Any, parser: argparse.ArgumentParser, good: list[str], ne
         name
         for action in parser._actions
         for name in action.option_strings
-        if name.startswith("--") and name not in (*never, "--help", "--compile", "--trust-remote-code")
+        if name.startswith("--") and name not in (*never, "--help", "--trust-remote-code")
     ]
     words = list(good)
     for _ in range(draw(st.integers(0, 2))):

@@ -286,12 +286,12 @@ def test_rows_of_what_is_not_timed(target, monkeypatch, device, most):
     looks = SimpleNamespace(**{name: getattr(target, name) for name in ("vocab_size", "context", "kv_shapes", "dtype")})
     looks.device, looks.kv_devices = torch.device(device), [torch.device(device)] * len(target.kv_shapes)
 
-    def rows(nodes, least=1, compiled=False):
+    def rows(nodes, least=1):
         drafter = SimpleNamespace(num_nodes=nodes, max_depth=3, models=())
-        decoder = SimpleNamespace(target=looks, drafter=drafter, compiled=compiled)
+        decoder = SimpleNamespace(target=looks, drafter=drafter)
         return timing.rows_untimed(decoder, [[1], [1, 2]], 8, least)
 
-    assert (rows(1), rows(6), rows(6, 64), rows(6, 2, compiled=True)) == (most, most, 64, 2)
+    assert (rows(1), rows(6), rows(6, 64)) == (most, most, 64)
     assert rows(200) == (2 if device == "cpu" else most)
     slots = 2 + 8 + 6 + 2 * 4 + 256
     token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)

@@ -2,7 +2,6 @@
 steps that look at what is in the cache, and static ones, which are read one step late."""
 
 import itertools
-import shutil
 
 import pytest
 import torch
@@ -254,31 +253,6 @@ def test_a_static_step_asks_the_device_for_nothing(make_target, family, mode):
                 step.run()
                 with pytest.raises(AssertionError, match="in a static step"):
                     CaptureSimulation().step(step.run)
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler")
-@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compiled(written, scripted, lean):
-    """One graph for all steps, none of it run by Python."""
-    target, truth = written("llama")
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
-    results = SpeculativeDecoder(target, drafter, compiled=True, lean=lean).serve(REQUESTS, 3)
-    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
-
-
-def test_compiled_passes_that_differ_are_given_up(written, scripted, monkeypatch):
-    """As PyTorch 2.13 compiles some sizes for a CPU with AVX2 alone."""
-    target, truth = written("llama")
-    monkeypatch.setattr(torch, "compile", lambda modules, **_: lambda *a, **k: (1.01 * modules(*a, **k)[0], []))
-    drafter = scripted(target, PROMPTS, truth, LIMITS, 33, 5)
-    decoder = SpeculativeDecoder(target, drafter, compiled=True, lean=True)
-    results = decoder.serve(REQUESTS, 3)
-    assert [r.tokens for r in results] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)]
-    assert "not compiled (torch.compile's result differs by 1.0e-02)" in decoder.execution
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -8,7 +8,6 @@ from draws import near_tie
 
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.engine.runner import COMPILE_OPTIONS
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
 
@@ -110,10 +109,3 @@ def test_repetition_penalty_with_a_drafter(make_target, penalty, mode, rows, sta
     assert {len(set(r.accepted)) > 1 or drafts != "some right" for r in results} == {True}
     if drafts == "all right":
         assert all(set(r.accepted[:-1]) == {3} for r in results)
-
-
-def test_options_of_compiling_exist():
-    """torch.compile refuses options that it does not know."""
-    torch.compile(lambda x: x, options=COMPILE_OPTIONS)
-    with pytest.raises(RuntimeError, match="Unexpected optimization option"):
-        torch.compile(lambda x: x, options=COMPILE_OPTIONS | {"no_such_option": True})

@@ -213,11 +213,9 @@ def test_texts(make_target, on, mode):
 
 
 def test_what_it_cannot_hold_for_is_refused(make_target, on):
-    """Layers that are not fused, torch.compile, trees that are too deep."""
+    """Layers that are not fused, trees that are too deep."""
     target = on(make_target("llama"))
     with pytest.raises(ValueError, match=rf"{SAME_BITS} is set, .* the kernels do not know its norms"):
         SpeculativeDecoder(on(make_target("gpt_neox")))
-    with pytest.raises(ValueError, match=r"torch\.compile's products depend on the number of rows; unset it"):
-        SpeculativeDecoder(target, compiled=True)
     with pytest.raises(ValueError, match="the drafter's trees are 65 deep, and only 64 levels are possible"):
         SpeculativeDecoder(target, NgramDrafter(target, depth=65))
