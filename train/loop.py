@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -37,6 +38,7 @@ Batch = dict[str, Tensor]
 Evaluate = Callable[[nn.Module], dict[str, float]]
 console = make_console()
 FIGURES = 8  # of a printed line, at most; metrics.jsonl has them all
+LIBRARIES = ("torch", "transformers", "tokenizers")  # with another version of which a step may differ
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 
 
@@ -126,6 +128,7 @@ class RunState(Generic[R]):
     first: the step at which the stage began.
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
     used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
+    depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -145,6 +148,7 @@ class RunState(Generic[R]):
     first: int = 0
     seconds: float = 0.0
     used: float = 0.0
+    depends_on: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
     resumed: bool = False
 
     @property
@@ -436,6 +440,15 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
+        was = state.get("depends_on", {})  # older ones have none
+        changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
+        if changed:
+            named = (f"{what} ({was[what]}, now {now})" if what in LIBRARIES else what for what, now in changed.items())
+            console.print(
+                f"  since the checkpoint has changed: {', '.join(named)}; the steps from here on are not to the bit "
+                "those of a run without a stop",
+                style="yellow",
+            )
         rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)
         if not math.isclose(before := state.get("lr", rate), rate, rel_tol=1e-6):  # older ones have none
             console.print(
@@ -473,6 +486,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         sharded.save(prepared, run.checkpoints, run.step, keep)
     if run.main:
         state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
+        state |= {"depends_on": run.depends_on}
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         state |= {"used": run.used} if stage.seconds else {}

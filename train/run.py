@@ -31,6 +31,7 @@ from draftsmith.models.export import publish
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.tokenizer import template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
@@ -181,6 +182,10 @@ class Run(RunState[R]):
                 f"data.max_length={recipe.data.max_length}; use longer answers"
             )
         self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
+        self.depends_on |= {
+            "training rows": ",".join(self.data_sha256),
+            "chat template": template_sha256(template_for(recipe.data, self.tokenizer) or self.tokenizer.chat_template),
+        }
         self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]
         return list(rows)
 
@@ -318,6 +323,8 @@ class Run(RunState[R]):
         seconds = round(self.seconds, 1) if math.isfinite(self.seconds) else None
         own |= {"labels_seen": self.labels_seen, "training_seconds": seconds, **facts}
         template = template_for(recipe.data, target.tokenizer)
+        if template is None and target.tokenizer is not None:  # else the folder has it
+            own |= {"template_sha256": template_sha256(target.tokenizer.chat_template)}
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
         if tree is not None and self.small and not (folder / "tree.json").exists():

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from training_runs import assert_same_files, before_call, make_batch, metrics, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.common.files import write_json
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
@@ -472,6 +473,36 @@ def test_another_target_is_refused(whole, train, tiny_lm, tmp_path):
     state.write_text(json.dumps(content | {"target": older_fingerprint(tiny_lm)}))
     train("its-own", "stages.0.steps=2", "--resume")
     assert json.loads((state.parents[1] / "step-2/state.json").read_text())["target"] == content["target"]
+
+
+def test_another_template_or_library_is_named(train, run_main, tiny_lm, tmp_path):
+    """By ``--resume`` in one line, and by decoding, unless the drafter has brought its own template."""
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    options = (f"target.name={folder}", "stages.0.steps=1")
+    run = train("as-it-was", *options)
+    state, template = run / "checkpoints/step-1/state.json", folder / "chat_template.jinja"
+    own = train("its-template", *options, f"data.template={shutil.copy(template, tmp_path / 'own.jinja')}")
+    for each in (run, own):
+        write_json(each / "tree.json", {"paths": [[0]]})
+    content = json.loads(state.read_text())
+    train("as-it-was", *options, "--resume")
+    assert "has changed" not in train.out
+
+    def warned(each):
+        code, _, err = run_main(decode.main, each, "--prompt", "x", "--max-new-tokens=2", script="inference/decode.py")
+        assert code == 0, err
+        return "trained with another chat template than target" in err
+
+    assert not warned(run)
+    template.write_text(template.read_text() + " ")
+    content["depends_on"]["torch"] = "1.0"
+    state.write_text(json.dumps(content))
+    train("as-it-was", options[0], "stages.0.steps=2", "--resume")
+    changed = f"has changed: torch (1.0, now {torch.__version__}), chat template; the steps"
+    assert changed.replace("+cpu", "") in train.out.replace("+cpu", "")
+    assert not warned(run), "trained on, with the template that the target has now"
+    template.write_text(template.read_text() + " ")
+    assert warned(run) and not warned(own)
 
 
 def test_a_quantized_target(whole, train):
