@@ -40,7 +40,7 @@ class Skipped:
     reasons: reason → number of rows, and the place of the first (``row 7``, ``line 3 of a.jsonl``).
     answers: number of the assistant's messages in the other rows.
     notes: what is to be said of some of these answers → how many they are, and the place of the first.
-    unused: field without an effect → number of rows that have it, and the place of the first.
+    unused: field, or role of messages, without an effect → number of rows that have it, and the place of the first.
     """
 
     rows: int = 0
@@ -79,8 +79,9 @@ class Skipped:
         """What is to be said of the rows: which were skipped, and what of the others is not used."""
         found = [str(self)] if self.count else []
         found += [f"{n:,} of {self.answers:,} {note} (first: {place})" for note, (n, place) in self.notes.items()]
-        names = ", ".join(f"{name} ({n:,} rows, first: {place})" for name, (n, place) in self.unused.items())
-        return [*found, f"fields without an effect: {names}"] if names else found
+        unused = ((name, f"{n:,} row{'s' * (n > 1)}", place) for name, (n, place) in self.unused.items())
+        names = ", ".join(f"{name} ({count}, first: {place})" for name, count, place in unused)
+        return [*found, f"without an effect: {names}"] if names else found
 
     def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
