@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
@@ -480,13 +481,12 @@ class Chat:
         ``notes``: given what is wrong with the ids of an answer."""
         tokenizer, special = self.tokenizer, _special(self.tokenizer)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoded["input_ids"])
-        begins, ends = zip(*encoded["offset_mapping"], strict=True) if ids else ((), ())
+        ids, places = list(encoded["input_ids"]), cast(Any, encoded["offset_mapping"])
         supervised = [False] * len(ids)
         for i, begin, end in spans:
             # A token across the boundary (a space merged into the first word) is the assistant's.
-            first = bisect_right(ends, begin)
-            stop = bisect_left(begins, end, first)
+            first = bisect_right(places, begin, key=itemgetter(1))
+            stop = bisect_left(places, end, first, key=itemgetter(0))
             last = next((n for n in range(stop - 1, first - 1, -1) if ids[n] in special), None)
             if last is not None and (last == stop - 1 or not str(tokenizer.decode(ids[last + 1 : stop])).strip()):
                 stop = last + 1  # the line break after the end token is never generated
