@@ -104,7 +104,7 @@ def main() -> None:
         tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     console = make_console()
     for source in recipe.data.validation if args.validation else recipe.data.train:
-        console.print(f"\n── {source.source} ({source.split}), weight {source.weight:g}", style="bold")
+        console.print(f"\n── {source.label}, weight {source.weight:g}", style="bold")
         if source.answers is not None:
             ask = source.answers
             console.print(

@@ -181,7 +181,7 @@ def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokeni
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:
         why = f"has no row left: {samples.skipped}" if samples.skipped.count else "is empty"
-        raise ValueError(f"data source '{source.source}' (split {source.split}) {why}")
+        raise ValueError(f"data source '{source.label}' {why}")
     without = samples.without_label()
     if without > data.max_unsupervised * max(of, len(samples)):
         raise ValueError(

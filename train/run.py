@@ -37,7 +37,7 @@ from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
 from draftsmith.train.loop import Batch, Evaluate, RunState, console
 from draftsmith.train.page import TrainingPage
-from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
+from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
@@ -174,6 +174,13 @@ class Run(RunState[R]):
         held_out = held_out_rows(recipe, target)
         if self.main:
             checkpoint.write_tensors(self.folder / "held_out", held_out)
+        if self.main and (seen := seen_in_training(held_out, rows)) and not self.small:
+            console.print(
+                f"warning: {seen} of the {len(held_out['tokens'])} held-out rows are training rows too, so that what is "
+                "measured on them is too high; hold others out, for example data.train.0.split=train[:95%] and "
+                "data.validation.0.split=train[95%:]",
+                style="yellow",
+            )
         self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
         if not bool((draft_labels(**self.held_out, depth=depth) >= 0).all(-1).any()):
             raise ValueError(

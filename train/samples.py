@@ -1,5 +1,6 @@
 """The samples of a run: the rows of its sources, and which of them each step sees."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -176,7 +177,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, state, keep=keep)
             rows.append(streamed)
             lines = streamed.skipped.lines()
-            console.print(f"  {source.source} ({source.split}): streamed{'; in its first window:' if lines else ''}")
+            console.print(f"  {which}: {source.label}: streamed{'; in its first window:' if lines else ''}")
             for line in lines:
                 console.print(f"    {line}")
             continue
@@ -186,11 +187,11 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             samples = tokenized(source, recipe.data, target.tokenizer)
         labels = int(samples.supervised.sum())
         console.print(
-            f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
+            f"  {which}: {source.label}: {len(samples)} samples, {len(samples.tokens):,} tokens, "
             f"{labels / max(1, len(samples.tokens)):.0%} supervised"
         )
         for line in samples.skipped.lines():
-            console.print(f"  {source.source} ({source.split}): {line}")
+            console.print(f"  {which}: {source.label}: {line}")
         rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return rows
 
@@ -202,6 +203,17 @@ def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:
     longest = max(part.length for part in rows)
     parts = [part.batch(range(min(len(part), HELD_OUT)), longest) for part in rows]
     return {key: in_turn([part[key] for part in parts]) for key in ("tokens", "supervised")}
+
+
+def seen_in_training(held_out: Batch, rows: Sequence[object]) -> int:
+    """The number of held-out samples whose tokens are those of a training sample, of sources that are not streamed."""
+
+    def known(tokens: np.ndarray) -> bytes:  # without padding
+        return hashlib.blake2b(np.trim_zeros(tokens.astype(np.int32), "b").tobytes(), digest_size=16).digest()
+
+    samples = (part.samples for part in rows if isinstance(part, Rows))
+    trained = {known(each) for part in samples for each in np.split(part.tokens, part.starts[1:-1])}
+    return sum(known(tokens) in trained for tokens in held_out["tokens"].numpy())
 
 
 def in_turn(parts: Sequence[Tensor]) -> Tensor:
