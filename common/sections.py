@@ -169,11 +169,13 @@ class Source(Section):
                 ) from None
         elif not SLICE.fullmatch(self.split):
             raise ValueError(
-                f"source {self.source!r}: split {self.split!r}: a file's rows are train, or a part of them: train[:90%], "
-                "train[90%:], train[-500:]"
+                f"source {self.source!r}: split {self.split!r}: a file's rows are train, or a part of them: "
+                "train[:90%], train[90%:], train[-500:]"
             )
         if self.streaming and "[" in self.split:
-            raise ValueError(f"source {self.source!r}: a stream has no part {self.split!r}; drop 'streaming' or the part")
+            raise ValueError(
+                f"source {self.source!r}: a stream has no part {self.split!r}; drop 'streaming' or the part"
+            )
         for name in ("answers", "form"):
             if getattr(self, name) not in (None, "text"):
                 raise ValueError(f"source {self.source!r}: '{name}' is for stdlib and package:NAME")

@@ -309,6 +309,16 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json_object(folder / "config.json", "config")
 
 
+def target_config(folder: Path) -> dict[str, Any]:
+    """:func:`config_of` a target's folder. Raises ValueError: it is a drafter's."""
+    stored = config_of(folder)
+    if "drafter_type" in stored:
+        described = stored.get("target")
+        its = described.get("name_or_path") if isinstance(described, dict) else None
+        raise ValueError(f"{folder}: this is a drafter, not a target" + (f"; its target is '{its}'" if its else ""))
+    return stored
+
+
 # ---- weights
 
 

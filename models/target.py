@@ -50,6 +50,7 @@ from draftsmith.models.stored import (
     resolve_folder,
     safetensors_header,
     stored_dtype,
+    target_config,
     with_safetensors,
 )
 from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
@@ -367,11 +368,7 @@ def _quietly() -> Iterator[None]:
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """A target's config."""
-    stored, file = config_of(folder), folder / "config.json"
-    if "drafter_type" in stored:
-        described = stored.get("target")
-        its = described.get("name_or_path") if isinstance(described, dict) else None
-        raise ValueError(f"{folder}: this is a drafter, not a target" + (f"; its target is '{its}'" if its else ""))
+    stored, file = target_config(folder), folder / "config.json"
     if not isinstance(stored.get("model_type"), str):
         raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")
     if "auto_map" in stored and not trust_remote_code and stored["model_type"] not in CONFIG_MAPPING:

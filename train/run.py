@@ -56,6 +56,29 @@ def beginning(recipe: DrafterRecipe) -> str:
     return as_ours(str(recipe.init_from), t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
 
 
+def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
+    """Check ``init_from``, for a drafter of this kind, by its config alone, before the target is loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing, or another drafter than the recipe's.
+    """
+    where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{where}: no drafter there (config.json)")
+    config = json_object(folder / "config.json")
+    if config.get("drafter_type") != kind:
+        raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {kind!r}")
+    shape = recipe.drafter.model_dump(mode="json")
+    if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
+        shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
+    for name in ("captured_layers", "intermediate_size"):
+        if shape.get(name, 0) is None:
+            shape.pop(name)  # it then has the same ones
+    for name, value in shape.items():
+        if config.get(name, value) != value:  # what a config leaves out only concerns training
+            raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
+
+
 @dataclass
 class Run(RunState[R]):
     """An open run that a script trains: its target, rows, stages and export."""
@@ -82,7 +105,7 @@ class Run(RunState[R]):
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.init_from and not self.resume:
-            self._check_init_from(recipe)
+            check_init_from(recipe, self.kind)
         t = recipe.target
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
@@ -100,24 +123,6 @@ class Run(RunState[R]):
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
 
-    def _check_init_from(self, recipe: DrafterRecipe) -> None:
-        """Check ``init_from`` by its config alone, before the target is loaded."""
-        where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{where}: no drafter there (config.json)")
-        config = json_object(folder / "config.json")
-        if config.get("drafter_type") != self.kind:
-            raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {self.kind!r}")
-        shape = recipe.drafter.model_dump(mode="json")
-        if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
-            shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
-        for name in ("captured_layers", "intermediate_size"):
-            if shape.get(name, 0) is None:
-                shape.pop(name)  # it then has the same ones
-        for name, value in shape.items():
-            if config.get(name, value) != value:  # what a config leaves out only concerns training
-                raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
-
     def start_weights(self, drafter: nn.Module, target: Target) -> None:
         """Put a new drafter on the run's device, with the weights of ``init_from``; check that there is room for its
         checkpoints, and print its size.
@@ -132,7 +137,7 @@ class Run(RunState[R]):
             folder, config, weights = read_drafter(beginning(recipe))
             check_target(folder, config, target)
             own = drafter.state_dict()
-            if "draft_vocab" not in own:  # _check_init_from knows that no other weight depends on it
+            if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
@@ -176,7 +181,7 @@ class Run(RunState[R]):
             checkpoint.write_tensors(self.folder / "held_out", held_out)
         if self.main and (seen := seen_in_training(held_out, rows)) and not self.small:
             console.print(
-                f"warning: {seen} of the {len(held_out['tokens'])} held-out rows are training rows too, so that what is "
+                f"warning: {seen} of {len(held_out['tokens'])} held-out rows are training rows too, so that what is "
                 "measured on them is too high; hold others out, for example data.train.0.split=train[:95%] and "
                 "data.validation.0.split=train[95%:]",
                 style="yellow",
@@ -403,6 +408,9 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         loop.micro_batch(stage, accelerator.num_processes)
     _check_strategy(recipe)
     if args.dry_run:
+        folders.check_data(recipe)
+        if isinstance(recipe, DrafterRecipe) and recipe.init_from:
+            check_init_from(recipe, script.name)
         if main_process:
             dry_run.show(recipe, script.plans, accelerator, args.verbose)
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
