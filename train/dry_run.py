@@ -152,7 +152,7 @@ def delete(folder: Path, above: Sequence[Path]) -> None:
 
 def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
     """Read the first rows of every source and print what becomes of them. Of a target that is not here, only the format
-    of rows is checked; the Hub's data sets are looked at if they can be reached.
+    of rows is checked, and no data set of the Hub is looked at, which is not reached then either.
 
     Returns:
         The number of training rows, and the length of the longest sample; None if they are not known.
@@ -170,6 +170,8 @@ def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
         which, count, most = "train" if number < len(data.train) else "validation", None, None
         if source.installed:
             sources.root_of(source.source)
+        elif target is not None and tokenizer is None and not source.is_file:
+            console.print(f"  {which}: {source.label}: not looked at, since the target is not here")
         elif head := _head_of(source):
             placed, more = head
             of = 0 if more == 0 else 1000 * HEAD  # a part says nothing of the share of all

@@ -445,7 +445,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         if run.page:
             run.page.write("finished")
         if args.dry_run and main_process:
-            console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
+            console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; its run is deleted")
     if main_process and isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub:
         run.publish()  # the folder is no longer held: calibrate.py works in it
 
