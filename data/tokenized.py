@@ -55,6 +55,8 @@ def read_template(template: str | None) -> str | None:
     for path in (Path(template), root / template):  # the project's files are found from any working directory
         if os.path.isfile(path):  # False also for a name that is too long
             text = read_text(path, "chat template")
+            if "{%" not in text and "{{" not in text:
+                raise ValueError(f"{path}: no chat template: no {{{{ … }}}} or {{% … %}} is in it")
             check_template(text, str(path))
             return text
     raise FileNotFoundError(f"data.template: '{template[:200]}' is neither a Jinja template nor a file")

@@ -124,6 +124,7 @@ class RunState(Generic[R]):
     fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
     older_fingerprint: the same target's by earlier versions.
     best: highest value of the stage's selection metric so far.
+    best_step: the step that had it; 0 if it is not known.
     step: over all stages.
     first: the step at which the stage began.
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
@@ -144,6 +145,7 @@ class RunState(Generic[R]):
     trackers: Trackers | None = None
     page: TrainingPage | None = None
     best: float = -math.inf
+    best_step: int = 0
     step: int = 0
     first: int = 0
     seconds: float = 0.0
@@ -254,7 +256,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
-    run.best, run.first, run.used = -math.inf, run.step, 0.0
+    run.best, run.best_step, run.first, run.used = -math.inf, 0, run.step, 0.0
     accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
@@ -331,8 +333,10 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 note = meter.log(run, stage, rate)
             bar(step + 1, note)
             run.seconds, since = run.seconds + time.monotonic() - since, time.monotonic()
+            if ends and run.main:
+                console.print(f"  {stage.name}: the steps are done; evaluating …")
             if ends or (step + 1) % recipe.evaluate.every == 0:
-                _evaluate(run, original, stage, evaluate, best_on)
+                _evaluate(run, original, stage, evaluate, best_on, note)
                 meter.since = since = time.monotonic()
             stops = stop_requested() if processes == 1 else bool(stop_all)
             if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
@@ -435,6 +439,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
         )
     checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
     run.best, run.step, run.resumed = state["best"], state["step"], True
+    run.best_step = state.get("best_step", 0)  # older ones have none
     run.seconds = state.get("seconds", math.nan)  # older ones have none
     run.used = state.get("used", 0.0)
     if run.main:
@@ -459,20 +464,22 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     return step
 
 
-def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
-    """Record and print the module's metrics, and keep its weights if they are the best of the stage so far."""
+def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str) -> None:
+    """Record and print the module's metrics, behind the ``note`` on the steps before, and keep its weights if they are
+    the best of the stage so far."""
     with run.evaluating(module):
         metrics = evaluate(module)
     module.train()
     sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
     better = sign * metrics[metric] > run.best
     if better:
-        run.best = sign * metrics[metric]
+        run.best, run.best_step = sign * metrics[metric], run.step
     if run.main:
         run.record({"step": run.step, "stage": stage.name, **metrics, "best": better})
         few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
         shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
-        console.print(f"  step {run.step}: {shown}{' (best so far)' if better else ''}")
+        trained = f"{note.partition('  ')[0]}, " if note else ""
+        console.print(f"  step {run.step}: {trained}{shown}{' (best so far)' if better else ''}")
         if better:
             checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))
     if run.page:
@@ -486,7 +493,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         sharded.save(prepared, run.checkpoints, run.step, keep)
     if run.main:
         state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
-        state |= {"depends_on": run.depends_on}
+        state |= {"best_step": run.best_step, "depends_on": run.depends_on}
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         state |= {"used": run.used} if stage.seconds else {}

@@ -7,6 +7,7 @@ A script in train/ has its recipe sections, its loss, its evaluation and its sta
 import argparse
 import contextlib
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -272,6 +273,11 @@ class Run(RunState[R]):
         labels = samples.labels()
         self.labels_seen = None if self.labels_seen is None or labels is None else self.labels_seen + labels
         if take_best:
+            if self.main and 0 < self.best_step < self.step:
+                console.print(
+                    f"{stage.name}: its weights are those of step {self.best_step}, the best by {best_on.lstrip('-')}; "
+                    f"the steps up to {self.step} made it worse"
+                )
             module.load_state_dict(checkpoint.read_tensors(self.checkpoints / "best" / stage.name), strict=False)
 
     def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
@@ -398,7 +404,9 @@ class Script(Generic[R]):
 def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
     """The command of a training script."""
     args = parser.parse_intermixed_args()
-    command = f"accelerate launch train/{script.name}.py {shlex.join(sys.argv[1:])}"
+    launched = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
+    launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
+    command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = read_recipe(args.recipe, script.recipe, args.overrides)
     accelerator = loop.make_accelerator(recipe.precision)
     if args.tiny:
@@ -445,7 +453,9 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         if run.page:
             run.page.write("finished")
         if args.dry_run and main_process:
-            console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; its run is deleted")
+            console.print(
+                f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; its run is deleted"
+            )
     if main_process and isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub:
         run.publish()  # the folder is no longer held: calibrate.py works in it
 

@@ -228,7 +228,9 @@ def test_templates(tmp_path):
     latin, broken = tmp_path / "latin.jinja", tmp_path / "broken.jinja"
     latin.write_bytes("{{ 'é' }}".encode("latin-1"))
     broken.write_text("{% for %}")
+    (tmp_path / "notes.txt").write_text("not json")
     for template, message in (
+        (str(tmp_path / "notes.txt"), r"notes\.txt: no chat template: no \{\{ … \}\} or \{% … %\} is in it"),
         (str(latin), r"latin\.jinja: not UTF-8 text"),
         (str(broken), r"broken\.jinja: no Jinja template \(line 1"),
         ("{% for %}", r"data\.template: no Jinja template \(line 1"),
