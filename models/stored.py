@@ -364,6 +364,24 @@ def weight_files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder}: no weights here (model.safetensors, pytorch_model.bin or their shards)")
 
 
+def stray_weights(folder: Path) -> str:
+    """A line about files of weights beside those that are loaded; empty if there are none."""
+    loaded = weight_files(folder)
+    there = {*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")} - set(loaded)
+    if not there:
+        return ""
+    names = ", ".join(sorted(file.name for file in there)[:3])
+    more = ", …" if len(there) > 3 else ""
+    return f"warning: {folder}: the weights are those of {loaded[0].name}; beside them {names}{more} is not loaded"
+
+
+def unhashed(folder: Path) -> int:
+    """Bytes of large files of a model's weights whose hashes are not kept yet."""
+    files = [file.resolve() for file in folder.glob("*.safetensors")]
+    sizes = (file.stat().st_size for file in files if not cached_about("hashes", file).exists())
+    return sum(size for size in sizes if size >= _REMEMBERED)
+
+
 def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     """The offset of a safetensors file's data, and ``dtype``, ``shape`` and ``data_offsets`` of each tensor.
     Raises ValueError: the file is damaged or truncated."""

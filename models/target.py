@@ -41,6 +41,7 @@ from draftsmith.common.files import json_object
 from draftsmith.kernels.linear import apply_linear, no_step
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
+from draftsmith.models.precision import say as print_line
 from draftsmith.models.stored import (
     check_safetensors,
     config_of,
@@ -50,6 +51,7 @@ from draftsmith.models.stored import (
     resolve_folder,
     safetensors_header,
     stored_dtype,
+    stray_weights,
     target_config,
     with_safetensors,
 )
@@ -559,6 +561,8 @@ def load_target(
     folder = resolve_folder(name, revision)
     config = _read_config(folder, trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if stray := stray_weights(folder):
+        print_line(stray)
     folder = with_safetensors(folder)
     check_shapes(folder, config, check_safetensors(folder))
     _check_quantization(folder, quantize)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from draftsmith.data import sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
-from draftsmith.data.tokenized import tokenized
+from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
@@ -134,12 +134,18 @@ class StageSamples:
         return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())
 
 
-def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokenized:
-    """The target's continuations of prompts cut from a source. They are kept in ``folder`` with the request, so that a
-    resumed run trains on the same ones and a changed recipe on its own. One process makes them, the others wait."""
+def answered(source: Source, target: Target, seed: int, folder: Path, template: str | None) -> Tokenized:
+    """The target's continuations of prompts cut from a source, which end where the recipe's chat template, if it has
+    one, ends an answer. They are kept in ``folder`` with the request, so that a resumed run trains on the same ones and
+    a changed recipe on its own. One process makes them, the others wait."""
     ask = source.answers
     assert ask is not None and target.tokenizer is not None
-    request = {"target": target.fingerprint, "seed": seed, "source": source.model_dump(exclude={"weight"})}
+    request: dict[str, Any] = {"target": target.fingerprint, "seed": seed}
+    request |= {"source": source.model_dump(exclude={"weight"})}
+    own = target.tokenizer.chat_template
+    target.tokenizer.chat_template = template or own
+    if template and target.template_end:
+        request["ends"] = sorted(target.template_end)
     request_file = folder / "asked.json"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):
@@ -152,6 +158,8 @@ def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokeniz
             )
         else:
             request_file.unlink(missing_ok=True)
+            if target.end_warning:
+                console.print(target.end_warning, style="yellow")
             split = cast(sources.Split, source.split)
             found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
             what = f"the target answers {len(found)} prompts from {source.source} ({split})"
@@ -159,6 +167,7 @@ def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokeniz
                 rows = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
             checkpoint.write_tensors(folder, rows)
             write_json(request_file, request)
+    target.tokenizer.chat_template = own
     lengths = (rows["supervised"].long() * torch.arange(1, rows["supervised"].shape[1] + 1)).amax(1)
     return Tokenized.of(
         Sample(tokens[:length].tolist(), marks[:length].tolist())
@@ -170,6 +179,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
     """The rows of each source. Validation rows hold one sample each."""
     rows: list[Rows | StreamedRows] = []
     assert target.tokenizer is not None
+    template = template_for(recipe.data, target.tokenizer)
     for number, source in enumerate(getattr(recipe.data, which)):
         if source.streaming and which == "train":
             state = recipe.run.folder / "streams" / f"{number}.json"
@@ -182,7 +192,8 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
                 console.print(f"    {line}")
             continue
         if source.answers is not None:
-            samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
+            folder = recipe.run.folder / "answers" / f"{which}-{number}"
+            samples = answered(source, target, recipe.run.seed, folder, template)
         else:
             samples = tokenized(source, recipe.data, target.tokenizer)
         labels = int(samples.supervised.sum())
