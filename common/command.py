@@ -115,6 +115,14 @@ _HABITS = {
     "--drafter": "DRAFTER, without an option",
     "--model": "--target",
 }
+_FIELDS = {  # the same of a recipe's fields
+    "--steps": "stages.0.steps=N",
+    "--epochs": "stages.0.epochs=N",
+    "--lr": "stages.0.optim.lr=X",
+    "--batch-size": "stages.0.batch.sequences=N",
+    "--seed": "run.seed=N",
+    "--output-dir": "run.output_dir=FOLDER",
+}
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -129,14 +137,17 @@ class CommandLine(argparse.ArgumentParser):
         unknown = [name for name in given if not any(option.startswith(name) for option in known)]
         if unknown and message.startswith(("unrecognized", "the following arguments", "one of the arguments")):
             message = f"there is no option {unknown[0]}"
-            nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+            recipe = any(action.dest == "overrides" for action in self._actions)
+            nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1, cutoff=0.8 if recipe else 0.6)
             habit = _HABITS.get(unknown[0].replace("_", "-"), "")
             if habit and (not habit.startswith("--") or habit.split()[0] in known):
                 message += f"; here it is {habit}"
             elif nearest:
                 message += f"; nearest: {nearest[0]}"
-            elif any(action.dest == "overrides" for action in self._actions):
-                message += "; a recipe's fields are set as section.field=value"
+            elif recipe:
+                example = _FIELDS.get(unknown[0].replace("_", "-"))
+                message += f"; a recipe's fields are set as {example or 'section.field=value'}, without dashes"
+        message = message.removesuffix(", section.field=value")  # of which there may be none
         _stop(f"{message} (--help lists all options)", 2)
 
 

@@ -218,7 +218,10 @@ def _nearest(schema: Schema, path: typing.Sequence[str | int]) -> str:
     matches = difflib.get_close_matches(last, siblings, n=1)
     if matches and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
         return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), matches[0]])
-    matches = difflib.get_close_matches(last, everywhere, n=1)
+    words = [name for name in siblings if last in name.split("_")]  # heads: num_draft_heads
+    if len(words) == 1:
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), words[0]])
+    matches = difflib.get_close_matches(last, everywhere, n=1, cutoff=0.85)
     if matches:
         return f"; nearest valid key: {everywhere[matches[0]]}"
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""

@@ -100,6 +100,7 @@ class Answers(Section):
 
 
 LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
+SLICE = re.compile(r"train(?:\[(-?[0-9]{1,12}%?)?:(-?[0-9]{1,12}%?)?\])?")  # of a file's rows, as in ``datasets``
 
 
 class Source(Section):
@@ -114,7 +115,11 @@ class Source(Section):
     files: Name | None = Field(
         default=None, description="which of a Hub data set's files: a name or a pattern; all if left out"
     )
-    split: Name = Field(default="train", description="stdlib and packages: train, validation or test, by module path")
+    split: Name = Field(
+        default="train",
+        description="of a Hub data set; of files a part of the rows, as in datasets: train[:90%], train[-500:]; stdlib "
+        "and packages: train, validation or test, by module path",
+    )
     limit: Positive | None = Field(default=None, description="only the first so many rows")
     weight: Factor = Field(default=1.0, description="relative share of the samples")
     form: Literal["text", "chat"] = Field(
@@ -134,6 +139,11 @@ class Source(Section):
     def is_file(self) -> bool:
         """Whether it is a file, or a pattern of files."""
         return self.source.endswith(LOCAL_FILES)
+
+    @property
+    def label(self) -> str:
+        """What messages call it: with its split, unless it is a whole file."""
+        return self.source if self.is_file and self.split == "train" else f"{self.source} ({self.split})"
 
     @model_validator(mode="after")
     def _known(self) -> "Source":
@@ -157,6 +167,15 @@ class Source(Section):
                     f"source {self.source!r} is neither 'stdlib', 'package:NAME', a file ({', '.join(LOCAL_FILES)}) "
                     "nor a data set's Hub id (USER/NAME)"
                 ) from None
+        elif not SLICE.fullmatch(self.split):
+            raise ValueError(
+                f"source {self.source!r}: split {self.split!r}: a file's rows are train, or a part of them: "
+                "train[:90%], train[90%:], train[-500:]"
+            )
+        if self.streaming and "[" in self.split:
+            raise ValueError(
+                f"source {self.source!r}: a stream has no part {self.split!r}; drop 'streaming' or the part"
+            )
         for name in ("answers", "form"):
             if getattr(self, name) not in (None, "text"):
                 raise ValueError(f"source {self.source!r}: '{name}' is for stdlib and package:NAME")

@@ -75,8 +75,8 @@ def encode(source: Source, tokenizer: PreTrainedTokenizerFast, max_skipped: floa
     documents, found = list(texts(source, tokenizer, skipped)), list[list[int]]()
     skipped.check(source.source, max_skipped)
     if skipped.count:
-        console.print(f"  {source.source} ({source.split}): {skipped}")
-    with ProgressBar(f"tokenizing {source.source} ({source.split})", len(documents), console) as bar:
+        console.print(f"  {source.label}: {skipped}")
+    with ProgressBar(f"tokenizing {source.label}", len(documents), console) as bar:
         for begin in range(0, len(documents), 256):
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(documents[begin : begin + 256])
             found += [encoding.ids for encoding in encodings]

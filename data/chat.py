@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
@@ -130,15 +131,61 @@ def encode_user_turn(
 
 
 def encode_prompt(
-    prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
+    prompt: str | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The token ids of a prompt: a text to be continued, after the special tokens that the tokenizer adds before one,
     or a conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's
-    turn.
+    turn. ``tools``: those that the assistant may call, for the template.
     Raises UnusableRow: there is no template, or it refuses the conversation or fails on it."""
     if isinstance(prompt, str):
         return _begun(tokenizer, _ids(tokenizer, prompt))
-    return _ids(tokenizer, str(apply_template(prompt, tokenizer, template, add_generation_prompt=True, tokenize=False)))
+    return _ids(tokenizer, _rendered_prompt(_as_rendered(prompt), tokenizer, template, tools))
+
+
+def _rendered_prompt(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any
+) -> str:
+    options = {"tools": list(tools)} if tools else {}
+    return str(apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False, **options))
+
+
+def left_out(
+    prompt: str | Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> set[str]:
+    """What a prompt has and the tokenizer's own chat template does not render: fields, and messages of a role.
+    Raises UnusableRow: as :func:`encode_prompt`."""
+    if isinstance(prompt, str):
+        return {"tools"} if tools else set()
+    fields = {name for message in prompt for name in message if name in ("tool_calls", *REASONING)}
+    fields |= {"tools"} if tools else set()
+    special = frozenset(tokenizer.special_tokens_map.items())
+    marked = _marked(prompt)
+    roles = _unseen(marked, _rendered_prompt(marked, tokenizer, None, tools))
+    return fields - rendered_fields(template_of(tokenizer, None), special) | roles
+
+
+def _as_rendered(messages: Sequence[Message], reasoning: bool = True) -> list[Message]:
+    """Messages with what the assistant thought, if it is to be rendered, under each of its names: templates read one of
+    them."""
+    thoughts = [next((m[name] for name in REASONING if name in m), None) for m in messages]
+    bare = [{name: value for name, value in m.items() if name not in REASONING} for m in messages]
+    if not reasoning or not any(thoughts):
+        return bare
+    pairs = zip(bare, thoughts, strict=True)
+    return [m if t is None else {**m, **dict.fromkeys(REASONING, t)} for m, t in pairs]
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a text that is found in no template, and nowhere twice."""
+    return [{**m, "content": f"{MARK}{i}."} for i, m in enumerate(messages)]
+
+
+def _unseen(marked: Sequence[Message], text: str) -> set[str]:
+    """The roles, but for the assistant's, of which a rendered text lacks a message, as what is to be said."""
+    return {f"{m['role']} message" for m in marked if m["role"] != "assistant" and m["content"] not in text}
 
 
 @dataclass(frozen=True)
@@ -148,12 +195,14 @@ class Encoded:
     answers: number of the assistant's messages.
     notes: what is to be said of some of them, once for each: that they have no label, and why, …
     rendered: the fields of its messages that the template renders.
+    left_out: the roles of which it renders no message (``system message``); looked for where the row is checked.
     """
 
     samples: list[Sample]
     answers: int = 0
     notes: tuple[str, ...] = ()
     rendered: frozenset[str] = frozenset()
+    left_out: Collection[str] = ()
 
 
 def encode(
@@ -345,12 +394,7 @@ class Chat:
         self.special = tokenizer.special_tokens_map
         self.key = frozenset(self.special.items())
         self.marks = bool(_GENERATION.search(template))
-        thoughts = [next((m[name] for name in REASONING if name in m), None) for m in messages]
-        bare = [{name: value for name, value in m.items() if name not in REASONING} for m in messages]
-        self.messages = bare
-        if reasoning and any(thoughts):  # templates read one of these names
-            pairs = zip(bare, thoughts, strict=True)
-            self.messages = [m if t is None else {**m, **dict.fromkeys(REASONING, t)} for m, t in pairs]
+        self.messages = _as_rendered(messages, reasoning)
 
     def render(self, end: int, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The first messages, and the places of the generation blocks."""
@@ -362,8 +406,7 @@ class Chat:
 
     def encode(self, finish_reasons: Sequence[str] = (), check: bool = False) -> Encoded:
         """The samples, as :func:`encode` describes them; not cut."""
-        if check:
-            self._check_roles()
+        unseen = self._check_roles() if check else set()
         answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         # The last reasons belong to these turns; fewer reasons than turns cannot be assigned.
         known = finish_reasons[-len(answers) :] if len(answers) <= len(finish_reasons) else ()
@@ -374,7 +417,7 @@ class Chat:
         samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
         if prints_date(self.template, self.key):
             notes += [_date_note(self.template)] * len(answers)
-        return Encoded(samples, len(answers), tuple(notes), self.rendered())
+        return Encoded(samples, len(answers), tuple(notes), self.rendered(), unseen)
 
     def spans(self) -> tuple[list[tuple[str, list[Span]]], list[str]]:
         """The rendered texts, the whole chat's first, with the assistant's parts in them; and what is to be noted of
@@ -438,13 +481,12 @@ class Chat:
         ``notes``: given what is wrong with the ids of an answer."""
         tokenizer, special = self.tokenizer, _special(self.tokenizer)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = list(encoded["input_ids"])
-        begins, ends = zip(*encoded["offset_mapping"], strict=True) if ids else ((), ())
+        ids, places = list(encoded["input_ids"]), cast(Any, encoded["offset_mapping"])
         supervised = [False] * len(ids)
         for i, begin, end in spans:
             # A token across the boundary (a space merged into the first word) is the assistant's.
-            first = bisect_right(ends, begin)
-            stop = bisect_left(begins, end, first)
+            first = bisect_right(places, begin, key=itemgetter(1))
+            stop = bisect_left(places, end, first, key=itemgetter(0))
             last = next((n for n in range(stop - 1, first - 1, -1) if ids[n] in special), None)
             if last is not None and (last == stop - 1 or not str(tokenizer.decode(ids[last + 1 : stop])).strip()):
                 stop = last + 1  # the line break after the end token is never generated
@@ -460,15 +502,16 @@ class Chat:
                     notes.append("answers, of those looked at, have labels that are not their text")
         return Sample(ids, supervised)
 
-    def _check_roles(self) -> None:
-        """Raises ValueError: the template renders the text of another role where the assistant's is."""
-        marked = [{**m, "content": f"{MARK}{i}."} for i, m in enumerate(self.messages)]
+    def _check_roles(self) -> set[str]:
+        """The roles of which the template renders no message.
+        Raises ValueError: it renders the text of another role where the assistant's is."""
+        marked = _marked(self.messages)
         chat = Chat(marked, self.tokenizer, self.template, self.tools)
         try:
             full, marks = chat.render(len(marked), marks=self.marks)
             parts = [(full, [(0, *mark) for mark in marks])] if self.marks else chat.spans()[0]
         except UnusableRow:  # some roles' texts have a form
-            return
+            return set()
         said = "".join(text[begin:end] for text, spans in parts for _, begin, end in spans)
         for message in marked:
             if message["role"] != "assistant" and message["content"] in said:
@@ -478,3 +521,4 @@ class Chat:
                     f"the chat template renders a message of the role '{message['role']}' as the assistant's words"
                     f"{line}, which would be trained on; {_ADVICE}"
                 )
+        return _unseen(marked, full)

@@ -144,6 +144,7 @@ class Server:
     backoff: seconds before the first retry; doubled, with jitter, before each further one.
     stopped: once it is set, no pause before a retry goes on.
     not_sent: the parameters of ``NO_EFFECT`` that the server refused; they are left out of its requests.
+    taken: those of a request that it answered; a refusal without a name does not mean them.
     """
 
     url: str
@@ -153,6 +154,7 @@ class Server:
     backoff: float
     stopped: threading.Event = field(default_factory=threading.Event)
     not_sent: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._opener = urllib.request.build_opener(_NoRedirects)
@@ -175,13 +177,13 @@ class Server:
             try:
                 found = send(json.dumps({"model": self.model, **stated, **fields}).encode())
             except RequestFailed as error:
-                unnamed = error.reason in ("http 400", "http 422") and not stated.keys().isdisjoint(_EXTENSIONS)
-                refused = stated.keys() & (error.fields or (_EXTENSIONS if unnamed else ()))
+                unnamed = error.reason in ("http 400", "http 422")
+                refused = stated.keys() & (error.fields or (_EXTENSIONS - self.taken if unnamed else ()))
                 if not refused:
                     raise
                 not_sent |= refused
             else:
-                self.not_sent |= not_sent
+                self.not_sent, self.taken = self.not_sent | not_sent, self.taken | stated.keys()
                 return found
 
     def _retried(self, body: bytes) -> Answer:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict
 
 from draftsmith.common.command import make_console, recipe_parser, run_command, slow_imports
+from draftsmith.common.content import read_content
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Recipe, TargetSection
 from draftsmith.data.prompts import positive
@@ -87,6 +88,12 @@ def main() -> None:
     parser.add_argument("--validation", action="store_true", help="the validation sources instead of the training ones")
     parser.add_argument("--tokenizer", help="a folder or Hub id; the recipe's target if left out")
     args = parser.parse_intermixed_args()
+    asked = read_content(args.recipe)[1].get("data")
+    if isinstance(asked, dict) and {"seeds", "written"} & asked.keys():
+        raise ValueError(
+            f"{args.recipe}: it asks for answers, and has no data to train on; python train/distill.py {args.recipe} "
+            "--dry-run shows the first prompt"
+        )
     recipe = read_recipe(args.recipe, PreviewRecipe, args.overrides)
     t = recipe.target
     if t is None and not args.tokenizer:
@@ -104,7 +111,7 @@ def main() -> None:
         tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     console = make_console()
     for source in recipe.data.validation if args.validation else recipe.data.train:
-        console.print(f"\n── {source.source} ({source.split}), weight {source.weight:g}", style="bold")
+        console.print(f"\n── {source.label}, weight {source.weight:g}", style="bold")
         if source.answers is not None:
             ask = source.answers
             console.print(

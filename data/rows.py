@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.common.sections import Source
+from draftsmith.common.sections import SLICE, Source
 from draftsmith.data import sources
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Skipped:
     reasons: reason → number of rows, and the place of the first (``row 7``, ``line 3 of a.jsonl``).
     answers: number of the assistant's messages in the other rows.
     notes: what is to be said of some of these answers → how many they are, and the place of the first.
-    unused: field without an effect → number of rows that have it, and the place of the first.
+    unused: field, or role of messages, without an effect → number of rows that have it, and the place of the first.
     """
 
     rows: int = 0
@@ -79,8 +79,9 @@ class Skipped:
         """What is to be said of the rows: which were skipped, and what of the others is not used."""
         found = [str(self)] if self.count else []
         found += [f"{n:,} of {self.answers:,} {note} (first: {place})" for note, (n, place) in self.notes.items()]
-        names = ", ".join(f"{name} ({n:,} rows, first: {place})" for name, (n, place) in self.unused.items())
-        return [*found, f"fields without an effect: {names}"] if names else found
+        unused = ((name, f"{n:,} row{'s' * (n > 1)}", place) for name, (n, place) in self.unused.items())
+        names = ", ".join(f"{name} ({count}, first: {place})" for name, count, place in unused)
+        return [*found, f"without an effect: {names}"] if names else found
 
     def check(self, source: str, max_share: float, rows: int = 0) -> None:
         """Refuse a source with too many unusable rows.
@@ -137,14 +138,15 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
     known = _known(source, files)
     if files and files[0].suffix != ".parquet":
         read = _texts if files[0].suffix == ".txt" else _stored
-        return ((place, _parsed(row)) for place, row in itertools.islice(read(source, files), skip, None)), known
+        stored_rows = itertools.islice(read(source, files), *_bounds(source, lambda: read(source, files), skip))
+        return ((place, _parsed(row)) for place, row in stored_rows), known
     import datasets  # takes a second, and only parquet files and the Hub need it
 
     datasets.disable_progress_bars()
     try:
         if files:
             stored = datasets.load_dataset(
-                "parquet", data_files=list(map(str, files)), split="train", streaming=source.streaming
+                "parquet", data_files=list(map(str, files)), split=source.split, streaming=source.streaming
             )
         else:
             stored = datasets.load_dataset(
@@ -156,6 +158,19 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
         return _numbered(_guarded(source, stored), skip), known
     except Exception as error:  # datasets raises many unrelated types
         raise _unreadable(source, error) from None
+
+
+def _bounds(source: Source, stored: Callable[[], Iterator[Any]], skip: int) -> tuple[int, int | None]:
+    """The numbers of the first row and of the one after the last, of the part that a file's split names, as
+    ``datasets`` rounds them."""
+    found = SLICE.fullmatch(source.split)
+    assert found is not None
+    if not any(found.groups()):
+        return skip, None
+    count = sum(1 for _ in stored())
+    ends = (round(int(end[:-1]) * count / 100) if end.endswith("%") else int(end) for end in found.groups("") if end)
+    numbers = [next(ends) if end else None for end in found.groups()]
+    return slice(*numbers).indices(count)[:2]
 
 
 def _numbered(unplaced: Iterable[Any], before: int = 0) -> Iterator[tuple[str, Any]]:
@@ -290,7 +305,7 @@ def _unreadable(source: Source, error: Exception) -> ValueError:
         advice = "; check its name (for a private one: hf auth login)"
     elif source.files is not None and "split" not in kind:
         advice = f"; check files={source.files}"
-    return ValueError(f"data source '{source.source}' (split {source.split}): cannot be read ({message}){advice}")
+    return ValueError(f"data source '{source.label}': cannot be read ({message}){advice}")
 
 
 def _guarded(source: Source, stream: Iterable[Any]) -> Iterator[Any]:

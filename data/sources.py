@@ -42,7 +42,7 @@ def split_of(path: str) -> Split:
     return "validation" if bucket < 4 else "test" if bucket < 8 else "train"
 
 
-def _root(source: str) -> Path:
+def root_of(source: str) -> Path:
     """The folder of a source's modules."""
     if source == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
@@ -77,7 +77,7 @@ def licence(source: str) -> str:
 @cache
 def _all_documents(source: str) -> tuple[Document, ...]:
     """All modules of a source, sorted by path."""
-    root = _root(source)
+    root = root_of(source)
     documents: list[Document] = []
     try:
         paths = sorted(root.rglob("*.py"))

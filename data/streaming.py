@@ -104,7 +104,7 @@ class StreamedRows:
             window_rows = self._read(window)
             if not window_rows:
                 if window == 0:
-                    raise ValueError(f"data source '{self.source.source}' (split {self.source.split}) is empty")
+                    raise ValueError(f"data source '{self.source.label}' is empty")
                 self.per_epoch = window
         if self.per_epoch is not None:
             window_rows = self._read(window % self.per_epoch)

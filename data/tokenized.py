@@ -8,7 +8,7 @@ import importlib.metadata
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "5"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
+_VERSION = "6"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
 LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 
 
@@ -55,6 +55,8 @@ def read_template(template: str | None) -> str | None:
     for path in (Path(template), root / template):  # the project's files are found from any working directory
         if os.path.isfile(path):  # False also for a name that is too long
             text = read_text(path, "chat template")
+            if "{%" not in text and "{{" not in text:
+                raise ValueError(f"{path}: no chat template: no {{{{ … }}}} or {{% … %}} is in it")
             check_template(text, str(path))
             return text
     raise FileNotFoundError(f"data.template: '{template[:200]}' is neither a Jinja template nor a file")
@@ -138,7 +140,8 @@ def encoded(
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
     Raises ValueError: an error of all rows."""
     used = set(FLAGS) if data.reasoning == "keep" else {*FLAGS, *REASONING}
-    place, looked_at, seen, skipped = "", 0, set[tuple[str, ...]](), Skipped()
+    place, looked_at, skipped = "", 0, Skipped()
+    left_out: dict[tuple[str, ...], Collection[str]] = {}  # by the roles of a conversation
 
     def placed() -> Iterator[tuple[str, Any]]:
         nonlocal place
@@ -148,11 +151,10 @@ def encoded(
 
     def read(row: Mapping[str, Any]) -> list[Sample]:
         nonlocal looked_at
-        content, tools, look = read_sample(row), [], False
+        content, tools, look, roles = read_sample(row), [], False, ()
         if isinstance(content, list):
             tools, roles = read_tools(row), tuple(message["role"] for message in content)
-            look = looked_at < LOOKED_AT or roles not in seen
-            seen.add(roles)
+            look = looked_at < LOOKED_AT or roles not in left_out
             looked_at += 1
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list | str) else ()
@@ -163,7 +165,10 @@ def encoded(
             raise
         except ValueError as error:
             raise ValueError(f"data source '{source.source}': {error} (first: {place})") from None
-        skipped.note(place, done.answers, done.notes, unused_fields(row, used | done.rendered))
+        if look:
+            left_out[roles] = done.left_out
+        unused = unused_fields(row, used | done.rendered)
+        skipped.note(place, done.answers, done.notes, unused.union(left_out.get(roles, ())))
         return done.samples
 
     found = usable(placed(), read, skipped)
@@ -178,7 +183,7 @@ def check(samples: Tokenized, source: Source, data: Data, of: int = 0) -> Tokeni
     samples.skipped.check(source.source, data.max_skipped, of)
     if len(samples) == 0 and not of:
         why = f"has no row left: {samples.skipped}" if samples.skipped.count else "is empty"
-        raise ValueError(f"data source '{source.source}' (split {source.split}) {why}")
+        raise ValueError(f"data source '{source.label}' {why}")
     without = samples.without_label()
     if without > data.max_unsupervised * max(of, len(samples)):
         raise ValueError(

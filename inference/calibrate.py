@@ -105,6 +105,7 @@ from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint
+from draftsmith.models.precision import say
 from draftsmith.models.target import Target, check_safetensors, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -648,7 +649,7 @@ def calibrate(
     data = {} if given else read_held_out(folder)
     target = target_of(folder, config, load_target(target_name, **options))
     renew_fingerprint(folder, target)
-    texts = encode_prompts(given, target)
+    texts = encode_prompts(given, target, say)
     rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
     random.Random(0).shuffle(rows)
     if data:  # the longest answer first: where the first one takes all the time, there are positions to count on

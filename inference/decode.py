@@ -35,6 +35,7 @@ from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_s
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
+from draftsmith.models.precision import say
 
 
 def parser() -> argparse.ArgumentParser:
@@ -290,7 +291,7 @@ def main() -> None:
     if args.interactive:
         return interact(first, args.drafters[0], options_of, raw=args.raw)
     given = given_to(target)
-    prompts = encode_prompts(given, target)
+    prompts = encode_prompts(given, target, say)
     if any(prompt.later for prompt in given) and not args.live:
         plain = SpeculativeDecoder(target, lean=lean)
 

@@ -15,8 +15,10 @@ from torch import nn
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, read_text, replacing_folder
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype
+from draftsmith.models.precision import say
 from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
+from draftsmith.models.tokenizer import template_sha256
 
 FOLDER = "adapter"  # in a drafter folder
 
@@ -145,4 +147,12 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_t
     keeps = keep_template and tokenizer is not None and tokenizer.chat_template
     if tokenizer is not None and not keeps and (folder / TEMPLATE).exists():
         tokenizer.chat_template = read_text(folder / TEMPLATE, "chat template")
+    elif tokenizer is not None and not (folder / TEMPLATE).exists():
+        facts = json_object(folder / "provenance.json") if (folder / "provenance.json").exists() else {}
+        trained_with = facts.get("template_sha256")  # older ones have none
+        if trained_with not in (None, template_sha256(tokenizer.chat_template)):
+            say(
+                f"warning: {folder}: trained with another chat template than target '{target.name}' has here, so that "
+                "fewer drafts of chats may be accepted; the text is the target's all the same"
+            )
     return target

@@ -309,6 +309,16 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json_object(folder / "config.json", "config")
 
 
+def target_config(folder: Path) -> dict[str, Any]:
+    """:func:`config_of` a target's folder. Raises ValueError: it is a drafter's."""
+    stored = config_of(folder)
+    if "drafter_type" in stored:
+        described = stored.get("target")
+        its = described.get("name_or_path") if isinstance(described, dict) else None
+        raise ValueError(f"{folder}: this is a drafter, not a target" + (f"; its target is '{its}'" if its else ""))
+    return stored
+
+
 # ---- weights
 
 
@@ -352,6 +362,24 @@ def weight_files(folder: Path) -> list[Path]:
     if stray:
         raise FileNotFoundError(f"{folder}: {stray[0].name} is here, but no *.index.json that lists it; fetch it again")
     raise FileNotFoundError(f"{folder}: no weights here (model.safetensors, pytorch_model.bin or their shards)")
+
+
+def stray_weights(folder: Path) -> str:
+    """A line about files of weights beside those that are loaded; empty if there are none."""
+    loaded = weight_files(folder)
+    there = {*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")} - set(loaded)
+    if not there:
+        return ""
+    names = ", ".join(sorted(file.name for file in there)[:3])
+    more = ", …" if len(there) > 3 else ""
+    return f"warning: {folder}: the weights are those of {loaded[0].name}; beside them {names}{more} is not loaded"
+
+
+def unhashed(folder: Path) -> int:
+    """Bytes of large files of a model's weights whose hashes are not kept yet."""
+    files = [file.resolve() for file in folder.glob("*.safetensors")]
+    sizes = (file.stat().st_size for file in files if not cached_about("hashes", file).exists())
+    return sum(size for size in sizes if size >= _REMEMBERED)
 
 
 def safetensors_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -41,6 +41,7 @@ from draftsmith.common.files import json_object
 from draftsmith.kernels.linear import apply_linear, no_step
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
+from draftsmith.models.precision import say as print_line
 from draftsmith.models.stored import (
     check_safetensors,
     config_of,
@@ -50,6 +51,8 @@ from draftsmith.models.stored import (
     resolve_folder,
     safetensors_header,
     stored_dtype,
+    stray_weights,
+    target_config,
     with_safetensors,
 )
 from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
@@ -367,11 +370,7 @@ def _quietly() -> Iterator[None]:
 
 def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     """A target's config."""
-    stored, file = config_of(folder), folder / "config.json"
-    if "drafter_type" in stored:
-        described = stored.get("target")
-        its = described.get("name_or_path") if isinstance(described, dict) else None
-        raise ValueError(f"{folder}: this is a drafter, not a target" + (f"; its target is '{its}'" if its else ""))
+    stored, file = target_config(folder), folder / "config.json"
     if not isinstance(stored.get("model_type"), str):
         raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")
     if "auto_map" in stored and not trust_remote_code and stored["model_type"] not in CONFIG_MAPPING:
@@ -562,6 +561,8 @@ def load_target(
     folder = resolve_folder(name, revision)
     config = _read_config(folder, trust_remote_code)
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if stray := stray_weights(folder):
+        print_line(stray)
     folder = with_safetensors(folder)
     check_shapes(folder, config, check_safetensors(folder))
     _check_quantization(folder, quantize)

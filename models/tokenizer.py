@@ -1,5 +1,6 @@
 """The tokenizer of a model: tokenizer.json, tokenizer.model (sentencepiece) or tiktoken files."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -70,6 +71,11 @@ def load_tokenizer(
     if not ids:  # transformers makes an empty tokenizer of an empty file
         raise ValueError(f"{folder}: the tokenizer cannot be used, it yields no token for a word; fetch it again")
     return tokenizer
+
+
+def template_sha256(template: Any) -> str:
+    """The SHA-256 of a chat template, or of a tokenizer's several; empty if there is none."""
+    return hashlib.sha256(str(template).encode()).hexdigest() if template else ""
 
 
 def tokens_after_answer(tokenizer: "PreTrainedTokenizerBase") -> list[int]:

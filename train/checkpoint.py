@@ -136,7 +136,9 @@ def read_state(path: Path) -> dict[str, Any]:
     wrong += [] if isinstance(state.get("stage"), str) else ["stage"]
     wrong += [] if isinstance(state.get("best"), float | int) else ["best"]
     wrong += [] if isinstance(state.get("stage_step", 0), int) else ["stage_step"]  # older ones have none
+    wrong += [] if isinstance(state.get("best_step", 0), int) else ["best_step"]
     wrong += [name for name in ("seconds", "used", "lr") if not isinstance(state.get(name, 0), float | int)]  # the same
+    wrong += [] if isinstance(state.get("depends_on", {}), dict) else ["depends_on"]
     wrong += [] if state.get("autocast", "none") in ("none", "bfloat16") else ["autocast"]
     wrong += [] if state.get("dtype") in (None, *DTYPES) else ["dtype"]
     if wrong:

@@ -62,7 +62,7 @@ from draftsmith.data.tokenized import template_for
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
-from draftsmith.models.stored import older_fingerprint, resolve_folder
+from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
@@ -169,6 +169,10 @@ def main() -> None:
         if args.tiny and recipe.target:
             write_target(recipe.target)
         recipe = with_dtype(recipe, folder, args.restart or args.tiny)
+        if recipe.target and recipe.backend == "engine":
+            size = unhashed(resolve_folder(recipe.target.name, recipe.target.revision))
+            if size:
+                console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
         decides = recipe.decides()
         older: dict[str, Any] = {}
         if recipe.target and "target.fingerprint" in decides:

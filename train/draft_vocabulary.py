@@ -99,6 +99,12 @@ def choose(
         f"draft vocabulary: {len(ids):,} of {vocab_size:,} tokens cover {shares[0]:.2%} of the training labels "
         f"and {shares[1]:.2%} of the held-out ones"
     )
+    if given is None and (seen := int((train > 0).sum())) < size and not run.small:
+        console.print(
+            f"  warning: the training answers have {seen:,} different tokens; the other {size - seen:,} are never "
+            "trained: lower drafter.draft_vocab_size, or train on more",
+            style="yellow",
+        )
     if others:
         listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
         console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")

@@ -2,11 +2,16 @@
 fields. Then the same recipe's tiny form runs through the real command, is decoded and deleted, so that nothing fails
 for the first time after a day."""
 
+import itertools
+import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator, PartialState
@@ -15,17 +20,33 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe, Optim, R, Stage, TargetSection
+from draftsmith.common.sections import DrafterRecipe, Optim, R, Source, Stage, TargetSection, TrainingRecipe
+from draftsmith.data import sources
+from draftsmith.data.formats import read_sample
+from draftsmith.data.rows import Skipped, rows, usable
+from draftsmith.data.tokenized import check, encoded, template_for
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.stored import resolve_folder, target_config
+from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
 from draftsmith.train.loop import with_precision
 from draftsmith.train.losses import LOGITS
 
 console = make_console()
+HEAD = 200  # rows of a source that are looked at
+# TFLOP/s of bfloat16 without sparsity and GB of memory, by NVIDIA's data sheets.
+GPUS = {
+    "H200": (989, 141),
+    "H100": (989, 80),
+    "A100": (312, 80),
+    "L40S": (362, 48),
+    "RTX 4090": (165, 24),
+    "L4": (121, 24),
+}
+REACHED = 0.4  # share of it that training is taken to reach
 
 
 @dataclass(frozen=True)
@@ -33,12 +54,14 @@ class TargetShape:
     """Sizes of a target, by its config alone.
 
     rank: parameters of an adapter of rank 1 on the named layers.
+    config: its text config.
     """
 
     parameters: int
     hidden_size: int
     vocab_size: int
     rank: int
+    config: Any
 
 
 def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetShape:
@@ -52,6 +75,7 @@ def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetSh
     try:
         try:
             folder = resolve_folder(target.name, target.revision, weights=False)
+            target_config(folder)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
         except FileNotFoundError as error:
             if target.model_type is None:
@@ -69,7 +93,8 @@ def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetSh
     vocab_size, width = model.get_output_embeddings().weight.shape
     layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]
     rank = sum(sum(layer.weight.shape) for layer in layers if isinstance(layer, torch.nn.Linear))
-    return TargetShape(sum(p.numel() for p in model.parameters()), width, vocab_size, rank)
+    parameters = sum(p.numel() for p in model.parameters())
+    return TargetShape(parameters, width, vocab_size, rank, config.get_text_config())
 
 
 @dataclass(frozen=True)
@@ -125,13 +150,80 @@ def delete(folder: Path, above: Sequence[Path]) -> None:
             one.rmdir()
 
 
+def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
+    """Read the first rows of every source and print what becomes of them. Of a target that is not here, only the format
+    of rows is checked, and no data set of the Hub is looked at, which is not reached then either.
+
+    Returns:
+        The number of training rows, and the length of the longest sample; None if they are not known.
+
+    Raises:
+        FileNotFoundError, ValueError: training would refuse a source.
+    """
+    data, target, tokenizer, template = recipe.data, getattr(recipe, "target", None), None, None
+    if target is not None:
+        with suppress(FileNotFoundError):
+            tokenizer = load_tokenizer(target.name, target.revision, target.trust_remote_code)
+            template = template_for(data, tokenizer)
+    counts, longest = list[float | None](), list[int | None]()  # of training sources
+    for number, source in enumerate([*data.train, *data.validation]):
+        which, count, most = "train" if number < len(data.train) else "validation", None, None
+        if source.installed:
+            sources.root_of(source.source)
+        elif target is not None and tokenizer is None and not source.is_file:
+            console.print(f"  {which}: {source.label}: not looked at, since the target is not here")
+        elif head := _head_of(source):
+            placed, more = head
+            of = 0 if more == 0 else 1000 * HEAD  # a part says nothing of the share of all
+            if tokenizer is None:
+                skipped, size = Skipped(), 1.0
+                found = len(list(usable(placed, read_sample, skipped)))
+                skipped.check(source.source, data.max_skipped, of if found else 0)
+            else:
+                samples = encoded(placed, source, data, tokenizer, template)
+                found, skipped = len(check(samples, source, data, of if len(samples) else 0)), samples.skipped
+                size = len(samples.tokens) / data.max_length / found if data.packing else 1.0
+                most = int(np.diff(samples.starts).max()) if more == 0 and not data.packing else None
+            count = None if more is None else size * found / len(placed) * (len(placed) + more)
+            part = "" if more == 0 else "the first "
+            for line in (f"{part}{len(placed):,} rows are {found:,} samples", *skipped.lines()):
+                console.print(f"  {which}: {source.label}: {line}")
+        counts, longest = [*counts, count], [*longest, most]
+    known, sizes = counts[: len(data.train)], longest[: len(data.train)]
+    total = math.ceil(sum(count or 0 for count in known)) if None not in known else None
+    return total, max(size or 0 for size in sizes) if None not in sizes else None
+
+
+def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
+    """The first rows of a source, and how many there are besides: None of a data set of the Hub. None alone: that
+    cannot be reached, as is printed."""
+    hub = {} if source.is_file else {"streaming": True, "split": source.split.partition("[")[0]}
+    try:
+        stream = itertools.islice(rows(source.model_copy(update=hub))[0], source.limit)
+        head = list(itertools.islice(stream, HEAD))
+    except ValueError as error:
+        if source.is_file:
+            raise
+        console.print(f"  not looked at: {error}")
+        return None
+    return head, None if hub else sum(1 for _ in stream)
+
+
 def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, verbose: bool = False) -> None:
-    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it."""
-    stages, problem = list[Plan](), ""
+    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it.
+
+    Raises:
+        FileNotFoundError, ValueError: training would refuse a source, or the drafter for this target.
+    """
+    stages, problem, any_dtype = list[Plan](), "", getattr(getattr(recipe, "target", None), "dtype", "") == "auto"
+    rows_there, longest = look_at_sources(recipe)
     try:
         recipe = with_precision(recipe, accelerator)
-        stages = plans(recipe)
+        shorter = {"max_length": longest} if longest else {}
+        stages = plans(recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)}))
     except (OSError, ValueError) as error:
+        if _target_is_here(recipe):
+            raise
         problem = f"no sizes: {error}"
     if verbose:
         console.print(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
@@ -149,14 +241,35 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         sizes = (f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB")
         table.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
     console.print(table)
+    for stage, plan in zip(recipe.stages, stages, strict=True):
+        if rows_there and plan.steps is not None:
+            epochs = stage.samples / rows_there
+            console.print(f"{plan.name}: {stage.samples:,} rows in all are {epochs:,.1f} epochs of {rows_there:,}")
     console.print(
         "Memory: weights, gradients, moments and logits; activations come on top. Time: as if each token of a row were "
         f"a label, at the {rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device})."
         + (" The pass that keeps the target's hidden states comes before." if kept else "")
         + (f" {processes} processes share the work; the memory is each one's." if processes > 1 else "")
     )
+    if stepped := [p for p in stages if p.steps is not None]:
+        held = max((replace(p, frozen_bytes=min(p.frozen_bytes, 2.0)) if any_dtype else p).memory for p in stages) / 1e9
+        hours = sum(plan.operations * (plan.steps or 0) for plan in stepped) / processes / (REACHED * 3600e12)
+        fits = [f"{name} {hours / peak:,.2f} h" for name, (peak, memory) in GPUS.items() if memory > held]
+        console.print(
+            f"In bfloat16, if {REACHED:.0%} of a GPU's peak by its data sheet are reached (an assumption): "
+            + (", ".join(fits) or "none of those that it knows has the memory")
+        )
     if any(plan.steps is None for plan in stages):
         console.print("How many steps an epoch has is known once the rows are read; training prints it then.")
+
+
+def _target_is_here(recipe: TrainingRecipe) -> bool:
+    """Whether the sizes of the recipe's target are its own."""
+    target = getattr(recipe, "target", None)
+    try:
+        return target is None or resolve_folder(target.name, target.revision, weights=False) is not None
+    except FileNotFoundError:
+        return False
 
 
 def decode_a_little(folder: Path) -> str:

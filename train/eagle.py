@@ -31,7 +31,6 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig
 
 from draftsmith.common.files import json_object
 from draftsmith.common.sections import DrafterRecipe
@@ -188,13 +187,12 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[
 
 def plans(recipe: EagleRecipe) -> list[Plan]:
     """What each stage costs."""
-    d, t = recipe.drafter, recipe.target
-    shape = target_shape(t)
-    folder = resolve_folder(t.name, t.revision, weights=False)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=t.trust_remote_code).get_text_config()
+    d, shape = recipe.drafter, target_shape(recipe.target)
     length, layers = recipe.data.max_length, d.captured_layers or ()
     own_shape = (d.version, d.projection, d.draft_vocab_size, layers, d.intermediate_size)
-    made = shape_of_init(recipe, EagleConfig.for_target(config, shape.vocab_size, length, *own_shape, **d.options))
+    made = shape_of_init(
+        recipe, EagleConfig.for_target(shape.config, shape.vocab_size, length, *own_shape, **d.options)
+    )
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0

@@ -122,9 +122,8 @@ def _kind(folder: Path) -> str | None:
     return script[1] if script else None
 
 
-def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """Check that what a recipe names exists: data files, chat template, packages, a login for its upload. No data is
-    read.
+def check_data(recipe: Recipe) -> None:
+    """Check that the data files and the chat template that a recipe names exist. No data is read.
 
     Raises:
         FileNotFoundError, ValueError: something is missing, or the template is no template.
@@ -133,6 +132,16 @@ def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
         if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
     read_template(recipe.data.template)
+
+
+def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
+    """Check that what a recipe names exists: data files, chat template, packages, a login for its upload. No data is
+    read.
+
+    Raises:
+        FileNotFoundError, ValueError: something is missing, or the template is no template.
+    """
+    check_data(recipe)
     quantized = getattr(getattr(recipe, "target", None), "quantize", "none") != "none"  # not every recipe has a target
     wanted = {
         "tensorboard": recipe.track.tensorboard and "track.tensorboard",

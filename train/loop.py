@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Protocol
 
@@ -37,6 +38,7 @@ Batch = dict[str, Tensor]
 Evaluate = Callable[[nn.Module], dict[str, float]]
 console = make_console()
 FIGURES = 8  # of a printed line, at most; metrics.jsonl has them all
+LIBRARIES = ("torch", "transformers", "tokenizers")  # with another version of which a step may differ
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
 
 
@@ -122,10 +124,12 @@ class RunState(Generic[R]):
     fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
     older_fingerprint: the same target's by earlier versions.
     best: highest value of the stage's selection metric so far.
+    best_step: the step that had it; 0 if it is not known.
     step: over all stages.
     first: the step at which the stage began.
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
     used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
+    depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -141,10 +145,12 @@ class RunState(Generic[R]):
     trackers: Trackers | None = None
     page: TrainingPage | None = None
     best: float = -math.inf
+    best_step: int = 0
     step: int = 0
     first: int = 0
     seconds: float = 0.0
     used: float = 0.0
+    depends_on: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
     resumed: bool = False
 
     @property
@@ -250,7 +256,7 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
         FloatingPointError: the loss is not finite.
         KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
     """
-    run.best, run.first, run.used = -math.inf, run.step, 0.0
+    run.best, run.best_step, run.first, run.used = -math.inf, 0, run.step, 0.0
     accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = make_optimizer(module, stage.optim)
@@ -327,8 +333,10 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 note = meter.log(run, stage, rate)
             bar(step + 1, note)
             run.seconds, since = run.seconds + time.monotonic() - since, time.monotonic()
+            if ends and run.main:
+                console.print(f"  {stage.name}: the steps are done; evaluating …")
             if ends or (step + 1) % recipe.evaluate.every == 0:
-                _evaluate(run, original, stage, evaluate, best_on)
+                _evaluate(run, original, stage, evaluate, best_on, note)
                 meter.since = since = time.monotonic()
             stops = stop_requested() if processes == 1 else bool(stop_all)
             if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
@@ -431,11 +439,21 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
         )
     checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
     run.best, run.step, run.resumed = state["best"], state["step"], True
+    run.best_step = state.get("best_step", 0)  # older ones have none
     run.seconds = state.get("seconds", math.nan)  # older ones have none
     run.used = state.get("used", 0.0)
     if run.main:
         _forget_after(run.folder / "metrics.jsonl", run.step)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
+        was = state.get("depends_on", {})  # older ones have none
+        changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
+        if changed:
+            named = (f"{what} ({was[what]}, now {now})" if what in LIBRARIES else what for what, now in changed.items())
+            console.print(
+                f"  since the checkpoint has changed: {', '.join(named)}; the steps from here on are not to the bit "
+                "those of a run without a stop",
+                style="yellow",
+            )
         rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)
         if not math.isclose(before := state.get("lr", rate), rate, rel_tol=1e-6):  # older ones have none
             console.print(
@@ -446,20 +464,22 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     return step
 
 
-def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
-    """Record and print the module's metrics, and keep its weights if they are the best of the stage so far."""
+def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str) -> None:
+    """Record and print the module's metrics, behind the ``note`` on the steps before, and keep its weights if they are
+    the best of the stage so far."""
     with run.evaluating(module):
         metrics = evaluate(module)
     module.train()
     sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
     better = sign * metrics[metric] > run.best
     if better:
-        run.best = sign * metrics[metric]
+        run.best, run.best_step = sign * metrics[metric], run.step
     if run.main:
         run.record({"step": run.step, "stage": stage.name, **metrics, "best": better})
         few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
         shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
-        console.print(f"  step {run.step}: {shown}{' (best so far)' if better else ''}")
+        trained = f"{note.partition('  ')[0]}, " if note else ""
+        console.print(f"  step {run.step}: {trained}{shown}{' (best so far)' if better else ''}")
         if better:
             checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))
     if run.page:
@@ -473,6 +493,7 @@ def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, st
         sharded.save(prepared, run.checkpoints, run.step, keep)
     if run.main:
         state = {"stage": stage.name, "best": run.best, "stage_step": step, "target": run.fingerprint}
+        state |= {"best_step": run.best_step, "depends_on": run.depends_on}
         state |= {"autocast": run.recipe.precision.autocast, "dtype": run.dtype}
         state |= {"seconds": round(run.seconds, 3)} if math.isfinite(run.seconds) else {}
         state |= {"used": run.used} if stage.seconds else {}

@@ -7,6 +7,7 @@ A script in train/ has its recipe sections, its loss, its evaluation and its sta
 import argparse
 import contextlib
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -31,12 +32,13 @@ from draftsmith.models.export import publish
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
+from draftsmith.models.tokenizer import template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
 from draftsmith.train.features import hidden_states
 from draftsmith.train.loop import Batch, Evaluate, RunState, console
 from draftsmith.train.page import TrainingPage
-from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of
+from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
 from draftsmith.train.tiny import tiny, write_target
 from draftsmith.train.track import Trackers
 
@@ -53,6 +55,29 @@ def beginning(recipe: DrafterRecipe) -> str:
     """
     t = recipe.target
     return as_ours(str(recipe.init_from), t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+
+
+def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
+    """Check ``init_from``, for a drafter of this kind, by its config alone, before the target is loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: it is missing, or another drafter than the recipe's.
+    """
+    where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{where}: no drafter there (config.json)")
+    config = json_object(folder / "config.json")
+    if config.get("drafter_type") != kind:
+        raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {kind!r}")
+    shape = recipe.drafter.model_dump(mode="json")
+    if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
+        shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
+    for name in ("captured_layers", "intermediate_size"):
+        if shape.get(name, 0) is None:
+            shape.pop(name)  # it then has the same ones
+    for name, value in shape.items():
+        if config.get(name, value) != value:  # what a config leaves out only concerns training
+            raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
 
 
 @dataclass
@@ -81,7 +106,7 @@ class Run(RunState[R]):
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.init_from and not self.resume:
-            self._check_init_from(recipe)
+            check_init_from(recipe, self.kind)
         t = recipe.target
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
@@ -99,24 +124,6 @@ class Run(RunState[R]):
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
 
-    def _check_init_from(self, recipe: DrafterRecipe) -> None:
-        """Check ``init_from`` by its config alone, before the target is loaded."""
-        where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{where}: no drafter there (config.json)")
-        config = json_object(folder / "config.json")
-        if config.get("drafter_type") != self.kind:
-            raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {self.kind!r}")
-        shape = recipe.drafter.model_dump(mode="json")
-        if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
-            shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
-        for name in ("captured_layers", "intermediate_size"):
-            if shape.get(name, 0) is None:
-                shape.pop(name)  # it then has the same ones
-        for name, value in shape.items():
-            if config.get(name, value) != value:  # what a config leaves out only concerns training
-                raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
-
     def start_weights(self, drafter: nn.Module, target: Target) -> None:
         """Put a new drafter on the run's device, with the weights of ``init_from``; check that there is room for its
         checkpoints, and print its size.
@@ -131,7 +138,7 @@ class Run(RunState[R]):
             folder, config, weights = read_drafter(beginning(recipe))
             check_target(folder, config, target)
             own = drafter.state_dict()
-            if "draft_vocab" not in own:  # _check_init_from knows that no other weight depends on it
+            if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
                 raise ValueError(f"init_from={recipe.init_from}: its weights have another shape than the recipe's")
@@ -173,6 +180,13 @@ class Run(RunState[R]):
         held_out = held_out_rows(recipe, target)
         if self.main:
             checkpoint.write_tensors(self.folder / "held_out", held_out)
+        if self.main and (seen := seen_in_training(held_out, rows)) and not self.small:
+            console.print(
+                f"warning: {seen} of {len(held_out['tokens'])} held-out rows are training rows too, so that what is "
+                "measured on them is too high; hold others out, for example data.train.0.split=train[:95%] and "
+                "data.validation.0.split=train[95%:]",
+                style="yellow",
+            )
         self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
         if not bool((draft_labels(**self.held_out, depth=depth) >= 0).all(-1).any()):
             raise ValueError(
@@ -181,6 +195,10 @@ class Run(RunState[R]):
                 f"data.max_length={recipe.data.max_length}; use longer answers"
             )
         self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
+        self.depends_on |= {
+            "training rows": ",".join(self.data_sha256),
+            "chat template": template_sha256(template_for(recipe.data, self.tokenizer) or self.tokenizer.chat_template),
+        }
         self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]
         return list(rows)
 
@@ -255,6 +273,11 @@ class Run(RunState[R]):
         labels = samples.labels()
         self.labels_seen = None if self.labels_seen is None or labels is None else self.labels_seen + labels
         if take_best:
+            if self.main and 0 < self.best_step < self.step:
+                console.print(
+                    f"{stage.name}: its weights are those of step {self.best_step}, the best by {best_on.lstrip('-')}; "
+                    f"the steps up to {self.step} made it worse"
+                )
             module.load_state_dict(checkpoint.read_tensors(self.checkpoints / "best" / stage.name), strict=False)
 
     def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
@@ -318,6 +341,8 @@ class Run(RunState[R]):
         seconds = round(self.seconds, 1) if math.isfinite(self.seconds) else None
         own |= {"labels_seen": self.labels_seen, "training_seconds": seconds, **facts}
         template = template_for(recipe.data, target.tokenizer)
+        if template is None and target.tokenizer is not None:  # else the folder has it
+            own |= {"template_sha256": template_sha256(target.tokenizer.chat_template)}
         stored = in_dtype(weights, recipe.export.dtype)
         write_drafter(folder, self.kind, shape, stored, target, self.facts(**own), template, parts)
         if tree is not None and self.small and not (folder / "tree.json").exists():
@@ -379,7 +404,9 @@ class Script(Generic[R]):
 def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
     """The command of a training script."""
     args = parser.parse_intermixed_args()
-    command = f"accelerate launch train/{script.name}.py {shlex.join(sys.argv[1:])}"
+    launched = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
+    launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
+    command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = read_recipe(args.recipe, script.recipe, args.overrides)
     accelerator = loop.make_accelerator(recipe.precision)
     if args.tiny:
@@ -389,6 +416,9 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         loop.micro_batch(stage, accelerator.num_processes)
     _check_strategy(recipe)
     if args.dry_run:
+        folders.check_data(recipe)
+        if isinstance(recipe, DrafterRecipe) and recipe.init_from:
+            check_init_from(recipe, script.name)
         if main_process:
             dry_run.show(recipe, script.plans, accelerator, args.verbose)
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
@@ -423,7 +453,9 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
         if run.page:
             run.page.write("finished")
         if args.dry_run and main_process:
-            console.print(f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; it is deleted")
+            console.print(
+                f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; its run is deleted"
+            )
     if main_process and isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub:
         run.publish()  # the folder is no longer held: calibrate.py works in it
 

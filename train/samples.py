@@ -1,8 +1,9 @@
 """The samples of a run: the rows of its sources, and which of them each step sees."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from draftsmith.data import sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
-from draftsmith.data.tokenized import tokenized
+from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
@@ -133,12 +134,18 @@ class StageSamples:
         return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())
 
 
-def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokenized:
-    """The target's continuations of prompts cut from a source. They are kept in ``folder`` with the request, so that a
-    resumed run trains on the same ones and a changed recipe on its own. One process makes them, the others wait."""
+def answered(source: Source, target: Target, seed: int, folder: Path, template: str | None) -> Tokenized:
+    """The target's continuations of prompts cut from a source, which end where the recipe's chat template, if it has
+    one, ends an answer. They are kept in ``folder`` with the request, so that a resumed run trains on the same ones and
+    a changed recipe on its own. One process makes them, the others wait."""
     ask = source.answers
     assert ask is not None and target.tokenizer is not None
-    request = {"target": target.fingerprint, "seed": seed, "source": source.model_dump(exclude={"weight"})}
+    request: dict[str, Any] = {"target": target.fingerprint, "seed": seed}
+    request |= {"source": source.model_dump(exclude={"weight"})}
+    own = target.tokenizer.chat_template
+    target.tokenizer.chat_template = template or own
+    if template and target.template_end:
+        request["ends"] = sorted(target.template_end)
     request_file = folder / "asked.json"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):
@@ -151,6 +158,8 @@ def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokeniz
             )
         else:
             request_file.unlink(missing_ok=True)
+            if target.end_warning:
+                console.print(target.end_warning, style="yellow")
             split = cast(sources.Split, source.split)
             found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
             what = f"the target answers {len(found)} prompts from {source.source} ({split})"
@@ -158,6 +167,7 @@ def answered(source: Source, target: Target, seed: int, folder: Path) -> Tokeniz
                 rows = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
             checkpoint.write_tensors(folder, rows)
             write_json(request_file, request)
+    target.tokenizer.chat_template = own
     lengths = (rows["supervised"].long() * torch.arange(1, rows["supervised"].shape[1] + 1)).amax(1)
     return Tokenized.of(
         Sample(tokens[:length].tolist(), marks[:length].tolist())
@@ -169,6 +179,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
     """The rows of each source. Validation rows hold one sample each."""
     rows: list[Rows | StreamedRows] = []
     assert target.tokenizer is not None
+    template = template_for(recipe.data, target.tokenizer)
     for number, source in enumerate(getattr(recipe.data, which)):
         if source.streaming and which == "train":
             state = recipe.run.folder / "streams" / f"{number}.json"
@@ -176,21 +187,22 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, state, keep=keep)
             rows.append(streamed)
             lines = streamed.skipped.lines()
-            console.print(f"  {source.source} ({source.split}): streamed{'; in its first window:' if lines else ''}")
+            console.print(f"  {which}: {source.label}: streamed{'; in its first window:' if lines else ''}")
             for line in lines:
                 console.print(f"    {line}")
             continue
         if source.answers is not None:
-            samples = answered(source, target, recipe.run.seed, recipe.run.folder / "answers" / f"{which}-{number}")
+            folder = recipe.run.folder / "answers" / f"{which}-{number}"
+            samples = answered(source, target, recipe.run.seed, folder, template)
         else:
             samples = tokenized(source, recipe.data, target.tokenizer)
         labels = int(samples.supervised.sum())
         console.print(
-            f"  {source.source} ({source.split}): {len(samples)} samples, {len(samples.tokens):,} tokens, "
+            f"  {which}: {source.label}: {len(samples)} samples, {len(samples.tokens):,} tokens, "
             f"{labels / max(1, len(samples.tokens)):.0%} supervised"
         )
         for line in samples.skipped.lines():
-            console.print(f"  {source.source} ({source.split}): {line}")
+            console.print(f"  {which}: {source.label}: {line}")
         rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return rows
 
@@ -202,6 +214,17 @@ def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:
     longest = max(part.length for part in rows)
     parts = [part.batch(range(min(len(part), HELD_OUT)), longest) for part in rows]
     return {key: in_turn([part[key] for part in parts]) for key in ("tokens", "supervised")}
+
+
+def seen_in_training(held_out: Batch, rows: Sequence[object]) -> int:
+    """The number of held-out samples whose tokens are those of a training sample, of sources that are not streamed."""
+
+    def known(tokens: np.ndarray) -> bytes:  # without padding
+        return hashlib.blake2b(np.trim_zeros(tokens.astype(np.int32), "b").tobytes(), digest_size=16).digest()
+
+    samples = (part.samples for part in rows if isinstance(part, Rows))
+    trained = {known(each) for part in samples for each in np.split(part.tokens, part.starts[1:-1])}
+    return sum(known(tokens) in trained for tokens in held_out["tokens"].numpy())
 
 
 def in_turn(parts: Sequence[Tensor]) -> Tensor:

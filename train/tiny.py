@@ -8,11 +8,11 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.common.files import json_object
 from draftsmith.common.recipe import S, Section
 from draftsmith.common.sections import R, Source, TargetSection
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.models.stored import local_folder, resolve_folder
+from draftsmith.models.precision import say
+from draftsmith.models.stored import local_folder, resolve_folder, target_config
 
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
@@ -88,16 +88,15 @@ def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _model_type(target: dict[str, Any]) -> str:
-    if target["model_type"]:
-        return str(target["model_type"])
     folder = local_folder(target["name"])  # nothing is downloaded for this
-    if folder is None or not (folder / "config.json").exists():
+    config = target_config(folder) if folder and (folder / "config.json").exists() else {}
+    family = config.get("model_type", target["model_type"])
+    if not isinstance(family, str):
         raise ValueError(
             f"--tiny has to know the family of target '{target['name']}'; set target.model_type (llama, qwen3, …)"
         )
-    family = json_object(folder / "config.json", "config").get("model_type")
-    if not isinstance(family, str):
-        raise ValueError(f"{folder / 'config.json'}: no model_type; set target.model_type (llama, qwen3, …)")
+    if target["model_type"] not in (None, family):
+        say(f"target.model_type={target['model_type']}: '{target['name']}' is {family}, and taken as that")
     return family
 
 

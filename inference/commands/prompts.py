@@ -2,14 +2,15 @@
 context."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.data.formats import Message, Turns, read_prompt
-from draftsmith.data.rows import UnusableRow
+from draftsmith.data.formats import Message, Turns, read_prompt, read_tools
+from draftsmith.data.rows import Skipped, UnusableRow
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target
@@ -27,6 +28,7 @@ class Prompt:
     kind: str | None = None  # of text (code, writing, …), by which reports group their figures, if the row has a kind
     later: tuple[str, ...] = ()  # what the user asks then, each after the answer to the one before
     question: str | int | None = None  # the row's ``question_id``
+    tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call
 
     def encode(self, target: "Target") -> list[int]:
         """The token ids, as :func:`draftsmith.data.chat.encode_prompt` says. A ValueError if there is no template, or
@@ -37,7 +39,7 @@ class Prompt:
         if isinstance(self.content, list) and not target.tokenizer.chat_template:
             raise ValueError(f"{self.where}: target '{target.name}' has no chat template; {_PLAIN}")
         try:
-            ids = encode_prompt(self.content, target.tokenizer)
+            ids = encode_prompt(self.content, target.tokenizer, tools=self.tools)
         except UnusableRow as error:
             raise ValueError(f"{self.where}: target '{target.name}': {error}; {_PLAIN}") from None
         if not 0 < len(ids) < target.context:
@@ -48,9 +50,22 @@ class Prompt:
         return ids
 
 
-def encode_prompts(prompts: Sequence[Prompt], target: "Target") -> list[list[int]]:
-    """The token ids of prompts, see :meth:`Prompt.encode`."""
-    return [prompt.encode(target) for prompt in prompts]
+def encode_prompts(
+    prompts: Sequence[Prompt], target: "Target", say: Callable[[str], None] | None = None
+) -> list[list[int]]:
+    """The token ids of prompts, see :meth:`Prompt.encode`. ``say``: takes a line about what the target's chat template
+    does not render of them."""
+    encoded = [prompt.encode(target) for prompt in prompts]
+    if say is not None and target.tokenizer is not None:
+        from draftsmith.data.chat import left_out  # as above
+
+        noted = Skipped()
+        for prompt in prompts:
+            with suppress(UnusableRow):  # some roles' texts have a form
+                noted.note(prompt.where, 0, (), left_out(prompt.content, target.tokenizer, prompt.tools))
+        for line in noted.lines():
+            say(f"warning: prompts: {line}")
+    return encoded
 
 
 def with_later_turns(prompts: Sequence[Prompt], answers: Callable[[list[Prompt]], list[str]]) -> list[Prompt]:
@@ -82,7 +97,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     for where, row in _rows(path):
         try:
-            content = read_prompt(row)
+            content, tools = read_prompt(row), read_tools(row)
         except UnusableRow as error:
             raise ValueError(f"{where}: {error}") from None
         later: tuple[str, ...] = ()
@@ -100,7 +115,8 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
         kind, question = row.get("kind", row.get("category")), row.get("question_id")
         kind = kind if isinstance(kind, str) and kind else None
-        prompts.append(Prompt(content, where, kind, later, question if isinstance(question, str | int) else None))
+        question = question if isinstance(question, str | int) else None
+        prompts.append(Prompt(content, where, kind, later, question, tuple(tools)))
     if not prompts:
         raise ValueError(f'{path}: holds no prompt; write {{"prompt": "…"}} or {{"messages": […]}} on each line')
     return prompts

@@ -27,19 +27,28 @@ from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import Plans
+from draftsmith.models.precision import say
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
     """Raise a ValueError unless a draft model's tokenizer has the target's vocabulary, or one of them has no
-    tokenizer. Fillers of a padded vocabulary do not count, which a GGUF file names by their ids ([PAD151665])."""
+    tokenizer. A special token, which no text is made of, may have another name or be in one of them alone, as a padding
+    token that was added for fine-tuning. Fillers of a padded vocabulary do not count, which a GGUF file names by their
+    ids ([PAD151665])."""
     if model.tokenizer is None or target.tokenizer is None or model.tokenizer is target.tokenizer:
         return
-    ids, target_ids = (
-        {token: id for token, id in lm.tokenizer.get_vocab().items() if token != f"[PAD{id}]"} for lm in (model, target)
-    )
+    tokenizers = (model.tokenizer, target.tokenizer)
+    ids, target_ids = ({t: id for t, id in each.get_vocab().items() if t != f"[PAD{id}]"} for each in tokenizers)
     if ids == target_ids:
+        return
+    special = [{id for id, t in each.added_tokens_decoder.items() if t.special} for each in tokenizers]
+    names, target_names = ({id: token for token, id in each.items()} for each in (ids, target_ids))
+    differ = [id for id in names.keys() | target_names.keys() if names.get(id) != target_names.get(id)]
+    if all(
+        id in own for id in differ for own, known in zip(special, (names, target_names), strict=True) if id in known
+    ):
         return
     token = min((token for token in ids.keys() | target_ids.keys() if ids.get(token) != target_ids.get(token)), key=str)
     entries = [f"is id {v[token]}" if token in v else "is missing" for v in (ids, target_ids)]
@@ -47,6 +56,15 @@ def check_vocabulary(model: Target, target: Target) -> None:
         f"draft model '{model.name}' has another vocabulary than target '{target.name}': token {token!r} {entries[0]} "
         f"in one and {entries[1]} in the other; take a draft model with the target's tokenizer"
     )
+
+
+def say_positions(model: Target, target: Target) -> None:
+    """Say it where a draft model is made for fewer positions than the target."""
+    if model.context < target.context:
+        say(
+            f"draft model '{model.name}' is made for {model.context:,} positions, fewer than the target: of what it "
+            "drafts beyond them little is accepted"
+        )
 
 
 class DraftModelDrafter(Drafter):

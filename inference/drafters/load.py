@@ -36,7 +36,7 @@ from torch import Tensor
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, say_positions
 from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -244,6 +244,7 @@ def _untrained(name: str) -> Part:
         # On one device and unquantised, however the target is loaded: it is small and runs several times per step.
         shared = {name: options[name] for name in ("dtype", "trust_remote_code") if name in options}
         model = load_target(path, device=str(target.device), **shared)
+        say_positions(model, target)
         return DraftModelDrafter(model, target, children, selector=selector)
 
     return Part(build)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, say_positions
 from draftsmith.inference.drafters.load import Calibration, Part
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
@@ -109,6 +109,7 @@ def load_ensemble(
         model = load_target(str(folder / part), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
         models[part] = model
         check_vocabulary(model, target)
+        say_positions(model, target)
         if ids is not None and int(ids[-1]) >= model.vocab_size:
             raise ValueError(
                 f"{folder}/model.safetensors: 'draft_vocab' holds ids up to {int(ids[-1])}; '{part}' has a vocabulary "

@@ -29,7 +29,7 @@ class Sampling:
     top_p: above 0, at most 1.
     min_p: at least 0, below 1.
     repetition_penalty: 0.01 to 100; 1 is none.
-    seed: a whole number of at most 62 bits.
+    seed: a whole number from 0 to 2^62 − 1.
     epsilon, delta: above 0, at most 1; thresholds ε and δ of typical acceptance: a token is accepted if its probability
         is above min(ε, δ e^(-entropy)) (arXiv 2401.10774 §2.3.1). δ is √ε where it is None.
 
@@ -62,7 +62,7 @@ class Sampling:
             ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100 (1: off)"),
             ("epsilon", 0 < self.epsilon <= 1, "above 0 and at most 1"),
             ("delta", self.delta is None or 0 < self.delta <= 1, "above 0 and at most 1"),
-            ("seed", 0 <= self.seed < 1 << 62, "a whole number of at most 62 bits"),
+            ("seed", 0 <= self.seed < 1 << 62, "a whole number from 0 to 2^62 − 1"),
         ):
             if not in_range:
                 raise ValueError(f"{name} {getattr(self, name)}: must be {wanted}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.common.command import CommandLine, first_line, interruptible, run_command
+from draftsmith.common.command import CommandLine, first_line, interruptible, recipe_parser, run_command
 from draftsmith.common.progress import ProgressBar
 from draftsmith.train import dry_run, loop, track
 
@@ -224,3 +224,22 @@ def test_options_of_other_tools(words, said):
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["r.yaml", "--steps", "3"],
+            "there is no option --steps; a recipe's fields are set as stages.0.steps=N, without",
+        ),
+        (["r.yaml", "--whatever=3"], "; a recipe's fields are set as section.field=value, without dashes"),
+        (["r.yaml", "--restrat"], "there is no option --restrat; nearest: --restart"),
+        ([], "the following arguments are required: recipe (--help"),
+    ],
+)
+def test_options_that_are_fields_of_a_recipe(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train/medusa.py", *words])
+    with pytest.raises(SystemExit):
+        recipe_parser("", "r.yaml", "a.b=1", "tiny").parse_intermixed_args()
+    assert said in capsys.readouterr().err

@@ -111,6 +111,10 @@ WRONG = {
     "data.train.0.wieght=1.0": "unknown key 'data.train.0.wieght'; nearest valid key: data.train.0.weight",
     # a good key in the wrong section
     "run.warmup_steps=3": "unknown key 'run.warmup_steps'; nearest valid key: optim.warmup_steps",
+    # a word of one key here, rather than a similar one elsewhere
+    "optim.decay=3": "unknown key 'optim.decay'; nearest valid key: optim.weight_decay",
+    "batch.threats=3": "unknown key 'batch.threats'; nearest valid key: precision.threads",
+    "batch.heads=3": "unknown key 'batch.heads'; valid keys here: sequences, accumulate",
     "batch.zzz=3": "unknown key 'batch.zzz'; valid keys here: sequences, accumulate",
     # types: nothing is converted
     "steps='10'": "'steps': input should be a valid integer, got '10'",

@@ -58,7 +58,7 @@ def test_files_of_a_data_set(hub, tmp_path):
     )
     rows = [{"text": "x"}, {"text": "y"}]
     assert (json.loads(whole), json.loads(part), json.loads(streamed)) == (rows, rows[1:], rows)
-    assert missing.startswith("data source 'a/several' (split train): cannot be read (")
+    assert missing.startswith("data source 'a/several (train)': cannot be read (")
     assert missing.endswith("; check files=none.json")
     assert unknown.endswith("; check its name (for a private one: hf auth login)")
     assert gated.endswith("; accept its terms on its page on the Hub, then log in with: hf auth login")

@@ -136,9 +136,28 @@ def test_reasoning_is_kept_dropped_or_named(tmp_path, tokenizer):
     assert said == ["It is 4.<|im_end|>"] * 3 and skipped.count == 1 and not skipped.unused
     said, skipped = read(tmp_path, rows[:3], tokenizer, template=TEMPLATES["qwen3"])  # it has a variable of this name
     assert skipped.lines() == [
-        "fields without an effect: reasoning_content (1 rows, first: line 1), reasoning (1 rows, first: line 2), "
-        "thinking (1 rows, first: line 3)"
+        "without an effect: reasoning_content (1 row, first: line 1), reasoning (1 row, first: line 2), "
+        "thinking (1 row, first: line 3)"
     ]
+
+
+def test_a_message_that_the_template_leaves_out_is_said(tmp_path, tokenizer):
+    """Found by one rendering for each order of roles, said of all rows that have it."""
+    system = {"role": "system", "content": "In French."}
+    rows = [{"messages": chat} for chat in 12 * [[system, USER, ANSWER], [USER, system, USER, ANSWER], [USER, ANSWER]]]
+    first = "{% for message in messages if message.role != 'system' or message == messages[0] %}"
+    for template, said in (
+        (
+            TEMPLATES["chatml"].replace(
+                "for message in messages", "for message in messages if message.role != 'system'"
+            ),
+            24,
+        ),
+        (TEMPLATES["chatml"].replace("{%- for message in messages %}", first), 12),
+        (TEMPLATES["chatml"], 0),
+    ):
+        _, skipped = read(tmp_path, rows, tokenizer, template=template)
+        assert skipped.unused == ({"system message": (said, f"line {1 if said == 24 else 2}")} if said else {})
 
 
 def test_columns_beside_a_conversation(tmp_path, tokenizer):
@@ -342,7 +361,7 @@ def test_a_seed_ends_before_the_result_of_a_call(tmp_path, capsys):
         [seed], _ = read_seeds([write(tmp_path / "a.jsonl", [{**row, "tools": [{"name": "add"}], "id": 3}])])
         assert seed.messages == ({"role": "system", "content": "Hm."}, USER)
     said = " ".join(capsys.readouterr().out.split())
-    assert "fields without an effect: name (1 rows, first: line 1), tools (1 rows, first: line 1)" in said
+    assert "without an effect: name (1 row, first: line 1), tools (1 row, first: line 1)" in said
 
 
 # ---- a mixture
@@ -427,4 +446,4 @@ def test_preview_says_what_becomes_of_each_row(tmp_path, run_main):
     [used], [skipped] = (re.findall(said, out) for said in (r"(\d+) samples, ", r"(\d+) of 100 rows skipped"))
     assert int(used) + int(skipped) == 100 and "answers have no label, since 'weight' is 0" in out
     assert "the chat template does not render 'tool_calls'" in out
-    assert re.search(r"fields without an effect: .*reasoning \(\d+ rows", " ".join(out.split()))
+    assert re.search(r"without an effect: .*reasoning \(\d+ rows?", " ".join(out.split()))

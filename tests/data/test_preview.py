@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from draftsmith.data import preview, sources
+from draftsmith.train.tiny import SAMPLES
 
 
 @pytest.fixture
@@ -67,6 +68,10 @@ def test_bad_recipes(recipe, run_main):
     assert (code, err) == (2, "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n")
     code, _, err = run_main(preview.main, recipe, "data.max_lenght=3")
     assert code == 2 and "nearest valid key: data.max_length" in err
+    code, _, err = run_main(preview.main, SAMPLES.parents[1] / "recipes/tiny-distill.yaml")
+    assert code == 2 and "has no data to train on; python train/distill.py " in err
+    code, _, err = run_main(preview.main)
+    assert (code, err) == (2, "error: the following arguments are required: recipe (--help lists all options)\n")
 
 
 def test_rows_that_were_skipped(recipe, run_main, tmp_path):

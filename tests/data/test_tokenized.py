@@ -59,6 +59,12 @@ def test_files_of_every_kind(tmp_path, tokenizer):
     assert read("a.jsonl") == read("a.json") == read("a.parquet") == expected
     assert read("a.txt") == [("import os\n\n\nimport sys\n",) * 2]
     assert read("a.jsonl", limit=2) == expected[:2]
+    for split in ("train[:90%]", "train[-30%:]", "train[1:3]", "train[:-1]", "train[50%:]", "train[4:99]"):
+        kept = read("a.jsonl", split=split)
+        assert kept == read("a.json", split=split) == read("a.parquet", split=split) and 0 < len(kept) < 5
+    assert read("a.jsonl", split="train[:50%]") == expected[:2] and read("a.jsonl", split="train[50%:]") == expected[2:]
+    with pytest.raises(ValueError, match=r"'.*a\.jsonl \(train\[5:\]\)' is empty"):
+        read("a.jsonl", split="train[5:]")
 
 
 def test_several_files(tmp_path, tokenizer):
@@ -163,9 +169,9 @@ def test_damaged_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"has no row left: 1 of 1 rows skipped: 1 × not valid JSON \(first: line 1\)"):
         tokenized(Source(source=str(tmp_path / "a.jsonl")), data(), tokenizer)
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
-    with pytest.raises(ValueError, match=r"a.parquet' \(split train\): cannot be read"):
+    with pytest.raises(ValueError, match=r"a.parquet': cannot be read"):
         tokenized(Source(source=str(tmp_path / "a.parquet")), data(), tokenizer)
-    with pytest.raises(ValueError, match=r"'nobody/nothing' \(split train\): cannot be read"):
+    with pytest.raises(ValueError, match=r"'nobody/nothing \(train\)': cannot be read"):
         tokenized(Source(source="nobody/nothing"), data(), tokenizer)
 
 
@@ -222,7 +228,9 @@ def test_templates(tmp_path):
     latin, broken = tmp_path / "latin.jinja", tmp_path / "broken.jinja"
     latin.write_bytes("{{ 'é' }}".encode("latin-1"))
     broken.write_text("{% for %}")
+    (tmp_path / "notes.txt").write_text("not json")
     for template, message in (
+        (str(tmp_path / "notes.txt"), r"notes\.txt: no chat template: no \{\{ … \}\} or \{% … %\} is in it"),
         (str(latin), r"latin\.jinja: not UTF-8 text"),
         (str(broken), r"broken\.jinja: no Jinja template \(line 1"),
         ("{% for %}", r"data\.template: no Jinja template \(line 1"),
@@ -241,6 +249,9 @@ def test_templates(tmp_path):
         ({"source": "a/b", "answers": {"prompts": 1}}, "'answers' is for stdlib and package:NAME"),
         ({"source": "a.jsonl", "files": "a.jsonl"}, "'files' is for a Hub data set"),
         ({"source": "stdlib", "files": "a.jsonl"}, "'files' is for a Hub data set"),
+        ({"source": "a.jsonl", "split": "validation"}, r"split 'validation': a file's rows are train, or a part"),
+        ({"source": "a.jsonl", "split": "train[:9]+train[10:]"}, "a file's rows are train, or a part of them"),
+        ({"source": "a.jsonl", "split": "train[:9]", "streaming": True}, r"a stream has no part 'train\[:9\]'"),
     ],
 )
 def test_invalid_sources(fields, message):

@@ -122,6 +122,14 @@ LAYOUTS = {
 }
 
 
+def test_weights_that_are_not_loaded_are_said(folder, capsys):
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    torch.save({}, folder / "pytorch_model.bin")
+    load_target(str(folder))
+    said = "the weights are those of model.safetensors; beside them model-00001-of-00002.safetensors, pytorch_model.bin"
+    assert f"{said} is not loaded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(whole, folder, layout):
     """The same target, and the same fingerprint, however it is stored."""

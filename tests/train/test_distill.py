@@ -730,6 +730,20 @@ def test_what_a_server_refuses_is_left_out(ask, server, tmp_path, refused, answe
     assert json.loads((folder / "manifest.json").read_text())["not_sent"] == left_out, "by the first command"
 
 
+def test_what_a_server_takes_is_not_left_out(ask, server):
+    """A refusal of one prompt, after others were answered, costs no further request."""
+    refused = []
+
+    def plan(asked):
+        refused[:] = refused or [asked["messages"][-1]] * (len(server.requests) > 1)
+        return (400, b"bad request") if asked["messages"][-1] in refused else "fine"
+
+    server.plan = plan
+    folder = ask("one-refused", "endpoint.concurrency=1", "data.seeds.0.limit=5")
+    assert counts_of(folder)["failed"] == {"http 400": 1} and "warning" not in ask.out
+    assert [asked["messages"][-1] for asked in (request[1] for request in server.requests)].count(refused[0]) == 1
+
+
 def told(message, finish_reason="stop"):
     return 200, json.dumps({"choices": [{"message": message, "finish_reason": finish_reason}]}).encode()
 

@@ -46,8 +46,48 @@ def test_what_is_not_its_own_is_left_alone(run_main, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "main, name, override, message",
+    [
+        (medusa.main, "tiny-medusa", "data.train=[{source: NOPE.jsonl}]", "'NOPE.jsonl': there is no such file"),
+        (medusa.main, "tiny-medusa", "data.validation=[{source: {}/odd.jsonl}]", "an unknown role (known: "),
+        (medusa.main, "vicuna7b", "data.train=[{source: {}/odd.jsonl}]", "an unknown role (known: "),
+        (lm.main, "tiny-lm", "data.train=[{source: package:nothing_here}]", "package 'nothing_here' is not installed"),
+        (medusa.main, "tiny-medusa", "drafter.draft_vocab_size=99999", "draft_vocab_size"),
+        (eagle.main, "tiny-eagle3", "drafter.captured_layers=[2,99,3]", "the target has layers 0 to 11"),
+        (medusa.main, "tiny-medusa", "init_from=models/smollm2-eagle3", "its drafter_type is 'eagle', not 'medusa'"),
+        (medusa.main, "tiny-medusa", "target.name=models/smollm2-medusa", "this is a drafter, not a target"),
+    ],
+)
+def test_what_training_would_refuse(run_main, tmp_path, main, name, override, message):
+    rows = 3 * [{"messages": [{"role": "robot", "content": "x"}]}]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--dry-run", f"run.output_dir={tmp_path}/runs", override.replace("{}", str(tmp_path)))
+    code, _, err = run_main(main, ROOT / f"recipes/{name}.yaml", *options)
+    assert code == 2 and message in err and err.count("\n") == 1, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_source_is_looked_at(run_main, tmp_path):
+    """How often few rows are trained on, what is skipped of them, and what longer ones would cost elsewhere."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, you."}]
+    rows = [{"messages": chat}] * 39 + [{"messages": []}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = (f"data.train=[{{source: {tmp_path}/chats.jsonl}}]", "stages.0.steps=39", "stages.0.batch.sequences=8")
+    options = ("--dry-run", f"run.output_dir={tmp_path}/runs", *changed, "target.model_type=qwen3")
+    code, out, err = run_main(medusa.main, ROOT / "recipes/tiny-medusa.yaml", *options)
+    assert code == 0 and err == "target.model_type=qwen3: 'models/tiny-lm' is llama, and taken as that\n"
+    assert "chats.jsonl: 40 rows are 39 samples" in out and "1 of 40 rows skipped: 1 × an empty conversation" in out
+    assert "312 rows in all are 8.0 epochs of 39" in out, "8 sequences of 39 steps"
+    assert re.search(r"reached \(an assumption\): H200 0\.00 h, .*, L4 0\.00 h", out)
+
+
+@pytest.mark.parametrize(
     "main, name, target",
-    [(medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"), (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b")],
+    [
+        (medusa.main, "vicuna7b", "lmsys/vicuna-7b-v1.5"),
+        (ssm.main, "llama7b-68m-ssm", "huggyllama/llama-7b"),
+        (eagle.main, "llama3-8b-eagle3", "meta-llama/Meta-Llama-3-8B-Instruct"),
+    ],
 )
 def test_a_target_that_is_not_here(run_main, tmp_path, main, name, target):
     """Offline and never downloaded: the sizes of its family's default, which both of these have; the tiny form runs."""

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from training_runs import assert_same_files, before_call, make_batch, metrics, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.common.files import write_json
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
@@ -220,7 +222,7 @@ def test_the_run_folder(whole, tiny_lm):
     assert training["labels_seen"] == provenance["labels_seen"] > 0
     assert training["seconds"] == provenance["training_seconds"] > 0
     resolved = (whole / "recipe.yaml").read_text()
-    assert resolved.startswith("# accelerate launch train/medusa.py ")
+    assert resolved.startswith("# python train/medusa.py ")
     assert yaml.safe_load(resolved)["stages"][0]["optim"]["clip"] == 1.0, "defaults are written out"
     assert (whole / "README.md").exists()
     losses, tau = metrics(whole, "loss"), metrics(whole, "simulated_tau")
@@ -472,6 +474,52 @@ def test_another_target_is_refused(whole, train, tiny_lm, tmp_path):
     state.write_text(json.dumps(content | {"target": older_fingerprint(tiny_lm)}))
     train("its-own", "stages.0.steps=2", "--resume")
     assert json.loads((state.parents[1] / "step-2/state.json").read_text())["target"] == content["target"]
+
+
+def test_what_a_run_says_of_its_steps(train, monkeypatch):
+    """The loss beside each evaluation, that the best weights are not the last ones, tokens that no answer has, and
+    held-out rows that are trained on."""
+    taus = itertools.chain([1.1, 1.5], itertools.repeat(1.2))
+    monkeypatch.setattr(medusa, "simulate", lambda *_: next(taus))
+    ask = "{prompts: 16, prompt_tokens: 12, new_tokens: 24}"
+    same = f"data.validation=[{{source: stdlib, split: validation, answers: {ask}}}]"
+    train("worse", "stages.0.steps=40", "evaluate.every=10", "drafter.draft_vocab_size=299", same)
+    assert re.findall(r"  step (\d+): loss \d+\.\d{3}, simulated_tau (\S+),", train.out) == [
+        ("10", "1.100"), ("20", "1.500"), ("30", "1.200"), ("40", "1.200")
+    ]  # fmt: skip
+    assert "its weights are those of step 20, the best by simulated_tau; the steps up to 40 made it worse" in train.out
+    assert re.search(r"have \d+ different tokens; the other \d+ are never trained", train.out)
+    assert re.search(r"warning: \d+ of 16 held-out rows are training rows too", train.out)
+
+
+def test_another_template_or_library_is_named(train, run_main, tiny_lm, tmp_path):
+    """By ``--resume`` in one line, and by decoding, unless the drafter has brought its own template."""
+    folder = shutil.copytree(tiny_lm, tmp_path / "target")
+    options = (f"target.name={folder}", "stages.0.steps=1")
+    run = train("as-it-was", *options)
+    state, template = run / "checkpoints/step-1/state.json", folder / "chat_template.jinja"
+    own = train("its-template", *options, f"data.template={shutil.copy(template, tmp_path / 'own.jinja')}")
+    for each in (run, own):
+        write_json(each / "tree.json", {"paths": [[0]]})
+    content = json.loads(state.read_text())
+    train("as-it-was", *options, "--resume")
+    assert "has changed" not in train.out
+
+    def warned(each):
+        code, _, err = run_main(decode.main, each, "--prompt", "x", "--max-new-tokens=2", script="inference/decode.py")
+        assert code == 0, err
+        return "trained with another chat template than target" in err
+
+    assert not warned(run)
+    template.write_text(template.read_text() + " ")
+    content["depends_on"]["torch"] = "1.0"
+    state.write_text(json.dumps(content))
+    train("as-it-was", options[0], "stages.0.steps=2", "--resume")
+    changed = f"has changed: torch (1.0, now {torch.__version__}), chat template; the steps"
+    assert changed.replace("+cpu", "") in train.out.replace("+cpu", "")
+    assert not warned(run), "trained on, with the template that the target has now"
+    template.write_text(template.read_text() + " ")
+    assert warned(run) and not warned(own)
 
 
 def test_a_quantized_target(whole, train):

@@ -150,6 +150,29 @@ def test_templates_that_refuse(target, monkeypatch, template, message):
     assert 'give the text as it is (--raw, or lines of {"prompt": …})' in str(error.value)
 
 
+def test_what_a_template_leaves_out_of_prompts_is_said(tmp_path, target, monkeypatch):
+    """Tools reach a template that renders them; what none renders is one line."""
+    system, tool = {"role": "system", "content": "Be terse."}, {"type": "function", "function": {"name": "add"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    rows = [{"messages": [system, USER], "tools": [tool]}, {"messages": [USER]}, {"messages": [USER, call, USER]}]
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "x", "tools": "[]"}])
+    )
+    given, template = (
+        read_prompts(tmp_path / "p.jsonl"),
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    lines = []
+    monkeypatch.setattr(target.tokenizer, "chat_template", template)
+    assert "'name': 'add'" in target.tokenizer.decode(encode_prompts(given, target, lines.append)[0])
+    where = f"(1 row, first: {tmp_path}/p.jsonl"
+    assert lines == [f"warning: prompts: without an effect: tool_calls {where}:3)"]
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(target.tokenizer, "chat_template", users)
+    encode_prompts(given[:2], target, lines.append)
+    assert lines[1] == f"warning: prompts: without an effect: system message {where}:1), tools {where}:1)"
+
+
 def test_prompts_leave_room_for_an_answer(target):
     assert len(encode_prompts([Prompt("é" * 127)], target)[0]) < target.context
     with pytest.raises(ValueError, match=r"^p.jsonl:7: this prompt has \d+ tokens; .* context of 256"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
 from draftsmith.inference.drafters.levels import draw_children
+from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.costs import StepCosts
@@ -374,6 +376,15 @@ def test_beyond_the_models_own_context(make_target):
     suite.check_coupled(make_target, make)
 
 
+def test_fewer_positions_than_the_target_are_said(tiny_lm, tmp_path, capsys):
+    short = shutil.copytree(tiny_lm, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    for model, said in ((tiny_lm, 0), (short, 1)):
+        load_drafter(f"draft_model:{model}@1", target_name=str(tiny_lm))
+        assert capsys.readouterr().err.count(f"draft model '{model}' is made for 64 positions, fewer than") == said
+
+
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_the_target_drafts_for_itself(make_target, mode):
     """All drafts are accepted, up to the end of each text; in coupled sampling, by the noise that is the target's."""
@@ -419,6 +430,28 @@ def test_different_vocabularies_are_rejected(tiny_lm):
     longer.add_tokens(["<|one more|>"])
     model.tokenizer = longer
     with pytest.raises(ValueError, match=r"token '<\|one more\|>' is id 300 in one and is missing in the other"):
+        check_vocabulary(model, target)
+
+
+def test_special_tokens_may_differ(tiny_lm):
+    """Added in fine-tuning, or renamed: no text is made of them. Not one that is a word in the other, or elsewhere."""
+    target, model = load_target(str(tiny_lm)), load_target(str(tiny_lm))
+    grown = other_tokenizer(target, lambda vocabulary: vocabulary)
+    grown.add_special_tokens({"pad_token": "<pad>"})
+    renamed = json.loads(target.tokenizer.backend_tokenizer.to_str())
+    (last,) = [token for token in renamed["added_tokens"] if token["content"] == "<|end|>"]
+    for where in (renamed["model"]["vocab"],) if "<|end|>" in renamed["model"]["vocab"] else ():
+        where["<|other|>"] = where.pop("<|end|>")
+    last["content"] = "<|other|>"
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(renamed)))
+    for tokenizer in (grown, other):
+        model.tokenizer = tokenizer
+        check_vocabulary(model, target)
+        check_vocabulary(target, model)
+    odd = other_tokenizer(target, lambda vocabulary: vocabulary.update({"<|word|>": 301, "<pad>": 300}))
+    model.tokenizer = grown
+    target.tokenizer = odd
+    with pytest.raises(ValueError, match="has another vocabulary than target"):
         check_vocabulary(model, target)
 
 
