@@ -106,7 +106,8 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
-from draftsmith.inference.engine.step import Clock, Step, capacity_for
+from draftsmith.inference.engine.step import Step, capacity_for
+from draftsmith.inference.evaluation.timing import PhaseTimes
 from draftsmith.inference.verify.tree import MAX_NODES, Ranks, Topology
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -305,10 +306,10 @@ class Case:
         steps: list[dict[str, float]] = []
         for _ in range(count + 1):
             self.reset()
-            clock = Clock(dict.fromkeys(PHASES, 0.0), self.device)
-            self.step.launch(clock)()
-            clock.lap("other")
-            steps.append(clock.seconds)
+            times = PhaseTimes(self.device)
+            self.step.launch(times)()
+            times("other", None, None)
+            steps.append(times.seconds)
         return {phase: quantiles([each[phase] for each in steps[1:]])[0] for phase in PHASES}
 
     def profile(self) -> tuple[int, float, str]:

@@ -146,7 +146,7 @@ class Budget:
         for counts in (self.came_true, self.estimated):
             counts[:, :-1] *= DECAY
             counts[:, -1] *= SLOW_DECAY
-        cached = sum(lengths) / self.rows
+        self.cached = cached = sum(lengths) / self.rows
         shape = (self.reviews, int(cached) // 64)
         self.steps += 1
         if shape != self.shape:
@@ -279,10 +279,10 @@ class Budget:
             if self.sources[number].trial and speed > 1 / self._step_seconds(1):
                 self.sources[number].paid = True
 
-    def ran(self, nodes: int, cached: float, seconds: float) -> None:
+    def ran(self, nodes: int, seconds: float) -> None:
         """Record the time of a step of the target, drafting excluded."""
         times = self.step_times.setdefault(nodes, _Times(STEPS))
-        times.add(seconds / max(self.costs(self.rows, cached, nodes), 1e-9))
+        times.add(seconds / max(self.costs(self.rows, self.cached, nodes), 1e-9))
 
     def ratios(self, number: int, row: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
         """The corrections of the probability that a child is accepted, given that its parent is, by the child's depth

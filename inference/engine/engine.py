@@ -16,15 +16,7 @@ import torch
 
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import check_same_bits, engine_attention, find_lean
-from draftsmith.inference.engine.step import (
-    Clock,
-    OnTree,
-    ReadCommitted,
-    Step,
-    capacity_for,
-    on_device,
-    static_by_default,
-)
+from draftsmith.inference.engine.step import Observe, ReadCommitted, Step, capacity_for, on_device, static_by_default
 from draftsmith.inference.engine.text import answer_text, stop_string_end
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
@@ -130,7 +122,6 @@ class SpeculativeDecoder:
     ) -> None:
         self.target = target
         self.drafter: Drafter = PlainDrafter(target.device) if drafter is None else drafter
-        self.seconds: dict[str, float] = dict.fromkeys(Clock.PHASES, 0.0)
         self.static = static_by_default(target) if static is None else static
         self.lean = lean
         if lean:
@@ -175,10 +166,9 @@ class SpeculativeDecoder:
         stop_strings: Sequence[str] = (),
         max_draft_nodes: int | None = None,
         batch_size: int | None = None,
-        instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
-        on_tree: OnTree | None = None,
+        observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode prompts with the same limits and stops, see :class:`Request` and :meth:`serve`.
@@ -205,14 +195,7 @@ class SpeculativeDecoder:
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
         return self.serve(
-            requests,
-            rows,
-            mode=mode,
-            instrument=instrument,
-            on_tokens=on_tokens,
-            on_step=on_step,
-            on_tree=on_tree,
-            on_end=on_end,
+            requests, rows, mode=mode, on_tokens=on_tokens, on_step=on_step, observe=observe, on_end=on_end
         )
 
     def serve(
@@ -223,10 +206,9 @@ class SpeculativeDecoder:
         mode: Mode = "greedy",
         max_length: int | None = None,
         refill: int = 1,
-        instrument: bool = False,
         on_tokens: Callable[[int, list[int]], None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
-        on_tree: OnTree | None = None,
+        observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
         """Decode a queue of requests, ``batch_size`` at a time; a request's result does not depend on the others.
@@ -240,11 +222,9 @@ class SpeculativeDecoder:
                 at once to compute it.
             refill: number of free rows for which new requests wait while others are decoded, to begin together: many
                 prompts in one forward pass take far less time on a GPU than one after the other.
-            instrument: add each phase's time to ``seconds``, waiting for the device between phases.
             on_tokens: called with (number of the request, its newly committed tokens) after each step.
             on_step: called with (number of the request, its result so far) after each step.
-            on_tree: called with each step's token tree and the verdict on it, for reports; steps run as with
-                ``instrument``.
+            observe: called after each phase of a step, see :data:`~draftsmith.inference.engine.step.Observe`.
             on_end: called with (number of the request, its result) when it has ended.
 
         Raises:
@@ -268,22 +248,21 @@ class SpeculativeDecoder:
         if not batch_size:
             return []
         capacity = capacity_for(max_length, self.drafter)
-        clock = Clock(self.seconds, self.target.device, on_tree) if instrument or on_tree else None
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
             queue = _Queue(self, step, iter(requests), max_length, on_tokens, on_step, on_end, refill)
             launched: deque[tuple[ReadCommitted, list[_Text | None], int]] = deque()
             try:
-                queue.fill(clock)
+                queue.fill(observe)
                 while queue.busy:
-                    launched.append((step.launch(clock), list(queue.texts), step.nodes))
+                    launched.append((step.launch(observe), list(queue.texts), step.nodes))
                     if len(launched) > step.static:  # a static step is read while the next one runs
                         read, texts, nodes = launched.popleft()
                         queue.take(read(), texts, nodes)
-                        queue.fill(clock)
-                    if clock:
-                        clock.lap("other")
+                        queue.fill(observe)
+                    if observe:
+                        observe("other", None, None)
             except FloatingPointError:
                 self._step = None  # its cache may hold NaN, which no mask removes
                 raise
@@ -401,13 +380,15 @@ class _Queue:
     def busy(self) -> bool:
         return any(self.texts)
 
-    def fill(self, clock: Clock | None) -> None:
+    def fill(self, observe: Observe | None) -> None:
         """Begin requests in free rows, until no row is free or no request waits; not before ``refill`` rows are."""
         if self.busy and self.texts.count(None) < self.refill:
             return
         while new := self._next_texts():
             rows, requests = [row for row, _ in new], [text.request for _, text in new]
-            first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests], clock)
+            first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests])
+            if observe:
+                observe("prefill", None, None)
             for (row, text), token in zip(new, first, strict=True):
                 if token < 0:
                     raise self._not_finite(text)

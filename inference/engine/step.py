@@ -46,29 +46,13 @@ _UNIT = 1 << 20  # of expected tokens, in ``committed``
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
 ReadCommitted = Callable[[], list[list[int]]]
-OnTree = Callable[[TokenTree, Verdict], None]
+# Called after each phase of a step, by its name, with the tree and the verdict on it, once there are any. An observed
+# step runs eagerly, with all nodes.
+Observe = Callable[[str, TokenTree | None, Verdict | None], None]
+PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 # The step that a drafter's caches and buffers were last allocated for.
 _STEP_OF: MutableMapping[Drafter, "weakref.ref[Step]"] = WeakIdKeyDictionary()
-
-
-class Clock:
-    """Stopwatch of phases: adds the time since the last lap to a phase; on a GPU it waits for the device first.
-
-    on_tree: called with each step's tree and the verdict on it.
-    """
-
-    PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
-
-    def __init__(self, seconds: dict[str, float], device: torch.device, on_tree: OnTree | None = None) -> None:
-        self.seconds, self.device, self.since, self.on_tree = seconds, device, time.perf_counter(), on_tree
-
-    def lap(self, phase: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.since
-        self.since = now
 
 
 def capacity_for(max_length: int, drafter: Drafter) -> int:
@@ -206,11 +190,7 @@ class Step:
 
     @no_step()
     def begin(
-        self,
-        numbers: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        samplings: Sequence[Sampling],
-        clock: Clock | None = None,
+        self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[int]:
         """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
         of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
@@ -240,10 +220,7 @@ class Step:
         logits = self.target.logits(feature[:, : self.target.hidden_size])
         self.state.root[rows] = self.verifier.first_tokens(logits, rows, lengths)
         self.active[rows] = True
-        first = self.state.root[rows].tolist()
-        if clock:
-            clock.lap("prefill")
-        return first
+        return self.state.root[rows].tolist()
 
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
@@ -272,87 +249,85 @@ class Step:
         bounds = [bound for bound in self.bounds if bound is not None]
         return 1 + min(bounds) if bounds else None
 
-    def run(self, clock: Clock | None = None) -> None:
-        """Advance all rows by one step, and write what it commits to ``committed``."""
-        cache, state, budget = self.cache, self.state, self.budget
+    def run(self, observe: Observe = lambda *_: None) -> None:
+        """Advance all rows by one step: draft a tree, run the target on all of its nodes in one forward pass, accept a
+        path, and keep what belongs to it. ``committed`` then holds the step's tokens."""
+        cache, state = self.cache, self.state
         state.plans = Plans(cache.lengths)
-        tree, chosen, cached = self._propose()
-        if clock:
-            clock.lap("draft")
-        began = time.perf_counter()
-        count = self.nodes = tree.tokens.shape[1]
-        mask, greedy = tree.mask, self.mode == "greedy"
-        by_argmax = greedy or self.mode == "sample"
-        if mask is None and not (self.runner.kernel and by_argmax and not self.verifier.penalises):
-            mask = ancestor_mask(tree.ancestors, count)
-        hidden, captured = self.runner.forward_nodes(
-            tree.tokens,
-            cache.lengths,
-            tree.ancestors,
-            tree.depth,
-            mask=mask,
-            fixed=tree.static is not None,
-            sees_all=count == 1,
-            captures=self.captures,
-            plans=state.plans,
-        )
-        likeliest = self._likeliest(hidden) if greedy else None
-        logits = None if greedy else self.target.logits(hidden)
-        if clock:
-            clock.lap("verify")
-        if self.mode == "sample":
-            assert logits is not None
-            likeliest = self.verifier.coupled(tree, mask, logits, cache.lengths)
-        verdict = self._verify(tree, mask, logits, likeliest)
-        if clock:
-            clock.lap("accept")
-            if clock.on_tree:
-                clock.on_tree(tree, verdict)
+        tree, chosen = self._propose()
+        observe("draft", tree, None)
+        hidden, captured, mask = self._forward(tree)
+        scores = self._likeliest(hidden) if self.mode == "greedy" else self.target.logits(hidden)
+        observe("verify", tree, None)
+        verdict = self._verify(tree, mask, scores)
+        observe("accept", tree, verdict)
         self._commit(verdict)
         features = joined_features(hidden, captured)
-        if chosen is not None and self.drafter.reads_own_path:  # the path in the drafter's own numbers
-            numbers = chosen.gather(1, verdict.path.clamp(max=count - 1))
-            verdict = replace(verdict, own_path=torch.where(self.depths <= verdict.length[:, None], numbers, -1))
-        self.drafter.absorb(state, verdict, tree, features)
-        if budget and count > 1 and tree.acceptance is not None:
+        self.drafter.absorb(state, self._with_own_path(verdict, chosen), tree, features)
+        outcome = verdict.node, verdict.bonus, verdict.length
+        advance(cache.lengths, state.root, state.feature, features, *outcome, self.active)
+        if self.budget:
+            self._learn(self.budget, tree, verdict)
+        observe("commit", tree, verdict)
+
+    def _forward(self, tree: TokenTree) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Run the target on a tree's nodes: hidden states ``[B, N, d]``, the inputs of the captured layers, and the
+        tree's mask where it is needed."""
+        self._began = time.perf_counter()
+        count = self.nodes = tree.tokens.shape[1]
+        mask = tree.mask
+        if mask is None and not (
+            self.runner.kernel and self.mode in ("greedy", "sample") and not self.verifier.penalises
+        ):
+            mask = ancestor_mask(tree.ancestors, count)
+        nodes = tree.tokens, self.cache.lengths, tree.ancestors, tree.depth
+        fixed, sees_all = tree.static is not None, count == 1
+        options: dict[str, Any] = {"captures": self.captures, "plans": self.state.plans}
+        return *self.runner.forward_nodes(*nodes, mask=mask, fixed=fixed, sees_all=sees_all, **options), mask
+
+    def _with_own_path(self, verdict: Verdict, chosen: Tensor | None) -> Verdict:
+        """The verdict with its path in the drafter's own numbers, if ``chosen`` says which of its nodes were kept."""
+        if chosen is None or not self.drafter.reads_own_path:
+            return verdict
+        numbers = chosen.gather(1, verdict.path.clamp(max=self.nodes - 1))
+        return replace(verdict, own_path=torch.where(self.depths <= verdict.length[:, None], numbers, -1))
+
+    def _learn(self, budget: Budget, tree: TokenTree, verdict: Verdict) -> None:
+        """Tell the budget what was accepted, and how long the target's part of the step took."""
+        if self.nodes > 1 and tree.acceptance is not None:
             parts = tree.parent, tree.acceptance, tree.source if len(budget.learns) > 1 else None
             parents, acceptance, sources = (None if p is None else p.expand(self.rows, -1).tolist() for p in parts)
             assert parents is not None and acceptance is not None
             budget.learn(verdict.path.tolist(), verdict.length.tolist(), parents, acceptance, sources)
-        outcome = verdict.node, verdict.bonus, verdict.length
-        advance(cache.lengths, state.root, state.feature, features, *outcome, self.active)
-        if budget and self.target.device.type == "cpu":
-            budget.ran(count, cached, time.perf_counter() - began)
-        if clock:
-            clock.lap("commit")
+        if self.target.device.type == "cpu":
+            budget.ran(self.nodes, time.perf_counter() - self._began)
 
-    def _propose(self) -> tuple[TokenTree, Tensor | None, float]:
-        """The tree to verify; ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left out;
-        and the mean number of cached tokens, which only a budget needs."""
+    def _propose(self) -> tuple[TokenTree, Tensor | None]:
+        """The tree to verify, and ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left
+        out."""
         drafter, state, budget = self.drafter, self.state, self.budget
         most, state.alone = (self.choice.nodes or None, self.choice.alone) if self.static else (self.most_nodes, None)
         if budget is None:
             if most == 1:
                 drafter.skip(state)
-                return self._root_alone(), None, 0.0
+                return self._root_alone(), None
             tree = drafter.propose(state)
             if self.sizes:  # write the expected tokens of each size
                 self.expected.copy_(self._expected_tokens(tree, self.last_of_size[state.alone]))
-            return *self._cut(tree, tree.acceptance, most), 0.0
-        lengths = self.cache.lengths.tolist()
-        cached, several = sum(lengths) / self.rows, len(drafter.sources) > 1  # of which a merge asks each
-        budget.start(lengths, self.active.tolist(), most)
+            return self._cut(tree, tree.acceptance, most)
+        several = len(drafter.sources) > 1  # of which a merge asks each
+        budget.start(self.cache.lengths.tolist(), self.active.tolist(), most)
         if not several and not budget.asks(0):
             drafter.skip(state)
-            return self._root_alone(), None, cached
+            return self._root_alone(), None
         tree = drafter.propose(state)
         acceptance = tree.acceptance
         if acceptance is None or budget.kept or tree.tokens.shape[1] == 1:
-            return *self._cut(tree, acceptance, most), cached
+            return self._cut(tree, acceptance, most)
         if not several:
             acceptance = budget.corrected(0, acceptance, tree.depth)
             budget.proposed(0, acceptance)
-        return *self._cut(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance)), cached
+        return self._cut(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance))
 
     def _expected_tokens(self, tree: TokenTree, last: Tensor) -> Tensor:
         """Of trees whose likeliest nodes end with these: ``[B, sizes]`` int64, in units of 1 / ``_UNIT``."""
@@ -386,19 +361,19 @@ class Step:
         weight = None if changes else kernel_weight(self.target.lm_head, hidden)
         return self.target.logits(hidden).max(-1) if weight is None else head_argmax(hidden, weight)
 
-    def _verify(
-        self, tree: TokenTree, mask: Tensor | None, logits: Tensor | None, likeliest: tuple[Tensor, Tensor] | None
-    ) -> Verdict:
-        """The verdict on a tree, from :meth:`_likeliest` or :meth:`Verifier.coupled`, or from the logits; writes
-        ``committed``."""
+    def _verify(self, tree: TokenTree, mask: Tensor | None, scores: Tensor | tuple[Tensor, Tensor]) -> Verdict:
+        """The verdict on a tree, from :meth:`_likeliest` or the logits; writes ``committed``."""
+        if self.mode == "sample":
+            assert isinstance(scores, Tensor)
+            scores = self.verifier.coupled(tree, mask, scores, self.cache.lengths)
         depth, count = self.drafter.max_depth, tree.tokens.shape[1]
-        if likeliest is not None:
-            best, choice = likeliest
+        if not isinstance(scores, Tensor):
+            best, choice = scores
             parts = tree.tokens, tree.parent, tree.depth, tree.ancestors, tree.valid
             verdict = Verdict(*accept_greedy(choice, best, *parts, self.active, self.committed, depth, mask))
         else:
-            assert mask is not None and logits is not None
-            verdict = self.verifier.verify(tree, mask, logits, depth)
+            assert mask is not None
+            verdict = self.verifier.verify(tree, mask, scores, depth)
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
@@ -420,15 +395,15 @@ class Step:
             torch.cat(parts, 1, out=self.by_source)
         return verdict
 
-    def launch(self, clock: Clock | None = None) -> ReadCommitted:
+    def launch(self, observe: Observe | None = None) -> ReadCommitted:
         """Run a step without waiting for it. Returns a function that waits for it and returns the rows of
         ``committed``; to be called before the next but one launch."""
         cuda, most = self.target.device.type == "cuda", self.most_nodes
         if self.budget and self.budget.misjudged:
             self._measure_again(self.budget)
         self.state.weighs = self.chooses or (self.drafter.weighs and most is not None)
-        # Instrumented steps, and eager ones on a GPU, are not timed: they have all nodes.
-        sizes, self.choice = None if clock or (cuda and self.eager) else self.sizes, WHOLE
+        # Observed steps, and eager ones on a GPU, are not timed: they have all nodes.
+        sizes, self.choice = None if observe or (cuda and self.eager) else self.sizes, WHOLE
         if sizes is not None:
             self.choice = sizes.choose(most)
         elif self.sizes and most is not None:
@@ -436,7 +411,7 @@ class Step:
         choice = self.choice
         self.drafter.prepare(self.state)
         began = time.perf_counter()
-        events = self.run(clock) if clock else self.advance()
+        events = self.run(observe) if observe else self.advance()
         if not cuda:
             committed = self.committed.tolist()
             if sizes is not None:

@@ -21,7 +21,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.engine.step import capacity_for
+from draftsmith.inference.engine.step import PHASES, capacity_for
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
 from draftsmith.inference.evaluation.paired import paired_fields
@@ -275,6 +275,22 @@ def run_rounds(
     return timed
 
 
+class PhaseTimes:
+    """An observer of steps: adds the time since the last phase to ``seconds[phase]``; on a GPU it waits for the device
+    first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.since = device, time.perf_counter()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+
+    def __call__(self, phase: str, tree: object, verdict: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.since
+        self.since = now
+
+
 def rows_untimed(decoder: SpeculativeDecoder, prompts: Sequence[list[int]], max_new_tokens: int, least: int) -> int:
     """Texts to decode at a time where nothing is timed: at least ``least``, the batch size of what was timed.
 
@@ -420,10 +436,11 @@ def evaluate(
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    executions = [decoder.execution for decoder in decoders]
+    executions, phases = [decoder.execution for decoder in decoders], list[PhaseTimes]()
     for decoder in decoders:
-        # The phases of a step are timed in a separate run, since reading clocks between them costs time.
-        decode(decoder, prompts[: max(INSTRUMENTED, batch_size)], instrument=True)
+        # In a separate run, since reading clocks between phases costs time.
+        phases.append(PhaseTimes(target.device))
+        decode(decoder, prompts[: max(INSTRUMENTED, batch_size)], observe=phases[-1])
     bitwise = {name: decoder.bitwise for name, decoder in zip(names, decoders, strict=True)}
 
     # The check is over all prompts, those that were not timed included.
@@ -476,7 +493,7 @@ def evaluate(
 
     reports: list[dict[str, Any]] = []
     outputs: list[list[Generation]] = []
-    for name, decoder, execution in zip(names, decoders, executions, strict=True):
+    for name, decoder, execution, times in zip(names, decoders, executions, phases, strict=True):
         results: list[Generation] = [timed[name].outputs[n] for n in range(len(prompts))]
         outputs.append(results)
         bases = {base: timed[base] for base in compared}
@@ -505,7 +522,7 @@ def evaluate(
                 "execution": execution,
                 **figures,
                 **timed[name].summary(),
-                "seconds": {k: round(v, 4) for k, v in decoder.seconds.items()},
+                "seconds": {k: round(v, 4) for k, v in times.seconds.items()},
                 "round_seconds": timed[name].by_round(timed[name].seconds),
                 "baselines": baselines,
                 "overhead": overhead,

@@ -61,7 +61,9 @@ def trace(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: in
     def text_of(token: int) -> str:
         return str(tokenizer.decode([token])) if tokenizer is not None else f"⟨{token}⟩"
 
-    def keep(tree: TokenTree, verdict: Verdict) -> None:
+    def keep(phase: str, tree: TokenTree | None, verdict: Verdict | None) -> None:
+        if phase != "accept" or tree is None or verdict is None:
+            return
         path = set(verdict.path[0, : int(verdict.length[0]) + 1].tolist())
         tokens, parents, valid = tree.tokens[0].tolist(), tree.parent[0].tolist(), tree.valid[0].tolist()
         bits = tree.source[0].tolist() if names_sources and tree.source is not None else [0] + [1] * (len(tokens) - 1)
@@ -69,7 +71,7 @@ def trace(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: in
         numbers = {-1: -1} | {number: place for place, number in enumerate(kept)}
         found.steps.append([(numbers[parents[n]], text_of(tokens[n]), bits[n], n in path) for n in kept])
 
-    (result,) = decoder.generate([prompt], max_new_tokens, batch_size=1, on_tree=keep, **options)
+    (result,) = decoder.generate([prompt], max_new_tokens, batch_size=1, observe=keep, **options)
     del found.steps[len(result.accepted) :]  # static steps run on when a text has ended
     places = [(-1, 0)] + [(step, place) for step, count in enumerate(result.accepted) for place in range(count)]
     for text, bits, place in zip(token_texts(tokenizer, result.tokens), result.drafted_by, places, strict=True):

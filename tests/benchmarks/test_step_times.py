@@ -157,7 +157,7 @@ def test_every_step_sees_the_context(running, nodes, batch):
 
     case.step.drafter.propose = watch
     run = case.step.run
-    case.step.run = lambda clock=None: (run(clock), ended.append(case.step.cache.lengths.tolist()))
+    case.step.run = lambda *observe: (run(*observe), ended.append(case.step.cache.lengths.tolist()))
     (times,) = take_turns([case], 8)
     assert len(times) == 8 and min(times) > 0
     phases = case.phases(2)

@@ -191,7 +191,7 @@ def batches(monkeypatch):
 
     def watched(self, prompts, *arguments, **options):
         results = generate(self, prompts, *arguments, **options)
-        if not (options.get("instrument") or "on_tree" in options):
+        if "observe" not in options:
             calls.append((self.drafter.num_nodes > 1, len(prompts), self.rows))
         return results
 

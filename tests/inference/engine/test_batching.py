@@ -102,9 +102,9 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     begun, free, fill = record_begins(monkeypatch), [], engine._Queue.fill
 
-    def recorded(queue, clock):
+    def recorded(queue, observe):
         before, rows, busy = len(queue.results), queue.texts.count(None), queue.busy
-        fill(queue, clock)
+        fill(queue, observe)
         if busy and len(queue.results) > before:
             free.append(rows)
 

@@ -86,7 +86,7 @@ class Text:
         if nodes > 1:
             path = [*range(nodes), *[0] * (self.depth + 1 - nodes)]
             self.budget.learn([path] * self.rows, lengths, [[*range(-1, nodes - 1)]] * self.rows, corrected, None)
-        self.budget.ran(nodes, self.cached, seconds)
+        self.budget.ran(nodes, seconds)
         self.chosen.append(nodes)
         self.asked.append(asked)
         self.tokens.append(self.rows + sum(lengths))
@@ -258,7 +258,7 @@ def test_costs_of_a_bad_moment_are_measured_again(make_target):
     budget = Budget(slow.seconds, 1, [False], 4, 8)
     for _ in range(REVIEW + 1):
         budget.start([100], [True])
-        budget.ran(1, 100, 1e-3)
+        budget.ran(1, 1e-3)
     assert budget.misjudged and budget.table[0] < 1e-2
     budget.measured_again(right.seconds)
     budget.start([100], [True])
@@ -519,10 +519,10 @@ def test_all_nodes_can_be_asked_for(target, drafter):
         assert not all_nodes or (decoder._step.sizes is None and result.drafted == 5 * len(result.accepted))
 
 
-def test_instrumented_steps_have_all_nodes(make_target):
+def test_observed_steps_have_all_nodes(make_target):
     """They are not timed, and must not be left at the first size."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
-    (result,) = decoder.generate([[5, 6]], 12, stop_ids=frozenset(), instrument=True)
+    (result,) = decoder.generate([[5, 6]], 12, stop_ids=frozenset(), observe=lambda *_: None)
     assert result.drafted == 11 * len(result.accepted) and all(
         each.shortest is None for each in decoder._step.sizes.seconds.values()
     )

@@ -10,6 +10,7 @@ from draftsmith.inference.engine import runner as running
 from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.evaluation.timing import PhaseTimes
 from draftsmith.models.target import Target
 
 NONE = frozenset()
@@ -176,7 +177,8 @@ def test_each_token_is_reported_once(written, scripted):
         "on_tokens": lambda row, new: reported[row].append(new),
         "on_step": lambda row, result: so_far[row].append((list(result.tokens), list(result.drafted_by))),
     }
-    results = decoder.generate(PROMPTS, WANTED, stop_ids=NONE, instrument=True, **hooks)
+    times = PhaseTimes(target.device)
+    results = decoder.generate(PROMPTS, WANTED, stop_ids=NONE, observe=times, **hooks)
     assert [[token for part in parts for token in part] for parts in reported] == [t[:WANTED] for t in truth]
     assert [[len(part) for part in parts[1:]] for parts in reported] == drafter.accepted
     for parts, steps, result in zip(reported, so_far, results, strict=True):
@@ -184,7 +186,7 @@ def test_each_token_is_reported_once(written, scripted):
         assert steps == [(result.tokens[:end], result.drafted_by[:end]) for end in ends]
         whole = [0, *(bit for length in result.accepted for bit in [1] * (length - 1) + [0])]
         assert result.drafted_by[:-1] == whole[:-1], "the last step may be cut short, before the target's own token"
-    assert all(seconds > 0 for seconds in decoder.seconds.values())
+    assert all(seconds > 0 for seconds in times.seconds.values())
 
 
 FOREIGN = {
