@@ -309,7 +309,7 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
         if to == "vllm":
             return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
         files = f"# {count} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
-        files += f'python inference/decode.py DRAFTER --target {target} --prompt "What is a prime number?"'
+        files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
         return "programs that read the published layout from safetensors", "medusa", files
     version = source.drafter.config.version
     method = "eagle3" if version == 3 else "eagle"

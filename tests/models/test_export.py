@@ -459,7 +459,7 @@ def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_m
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
 
 
-@pytest.mark.parametrize("to, wanted", [("vllm", "one draft of each head"), ("medusa", "decode.py DRAFTER --target")])
+@pytest.mark.parametrize("to, wanted", [("vllm", "one draft of each head"), ("medusa", "draftsmith.inference.decode DRAFTER --target")])
 def test_the_card_of_heads_speaks_of_heads(heads, tmp_path, run_main, to, wanted):
     folder = heads("own")
     (folder / "provenance.json").write_text(json.dumps({"imported_from": "org/heads", "licence": None}))
