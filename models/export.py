@@ -128,6 +128,7 @@ from draftsmith.models.stored import (
     local_folder,
     older_fingerprint,
     resolve_folder,
+    same_target,
     save_tensors,
     stored_dtype,
     weight_files,
@@ -258,7 +259,7 @@ def _check_weights(folder: Path, target: Path, fingerprint: str, trained_for: st
     with suppress(FileNotFoundError):
         weight_files(target)
         found = stored_fingerprint(target)
-        if fingerprint not in ("", found) and fingerprint != older_fingerprint(target):
+        if fingerprint and not same_target(fingerprint, found) and fingerprint != older_fingerprint(target):
             raise ValueError(
                 f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': same shape, "
                 f"{fingerprints_differ(fingerprint, found)}"
