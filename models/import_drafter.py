@@ -76,7 +76,9 @@ def main() -> None:
         f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {chain} until calibrated"
     )
     own = shlex.quote(str(args.out))
-    print(f"does it fit this target? python inference/decode.py {own} --prompts FILE.jsonl --all-nodes (τ well above 1)")
+    print(
+        f"does it fit this target? python inference/decode.py {own} --prompts FILE.jsonl --all-nodes (τ well above 1)"
+    )
     print(f"next: python inference/calibrate.py {own} --prompts FILE.jsonl")
 
 

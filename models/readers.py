@@ -28,7 +28,9 @@ READERS = {
         "srt/model_executor/model_runner_components/spec_aux_hidden_state.py",
     )),
     "speculators": Reader("speculators 0.9", ".venv-serve-sources/speculators", ("*.py", "models/eagle3/*.py")),
-    "llamacpp": Reader("llama.cpp b11434", ".venv-serve-sources/llama.cpp", ("conversion/llama.py", "src/models/eagle3.cpp")),
+    "llamacpp": Reader("llama.cpp b11434", ".venv-serve-sources/llama.cpp", (
+        "conversion/llama.py", "src/models/eagle3.cpp",
+    )),
     "openvino": Reader("OpenVINO's optimum-intel 2.2", f".venv-serve-openvino/{_PACKAGES}/optimum", (
         "exporters/openvino/model_patcher.py#LlamaEagle3",
     )),

@@ -34,7 +34,11 @@ def card(tmp_path_factory):
     [
         ("eagle", "vllm", ["vllm serve org/target --spec", *["python -m sglang.launch_server --model-path org/"] * 2]),
         ("eagle", "speculators", ["vllm serve DRAFTER"]),
-        ("eagle", "openvino", [*["optimum-cli export openvino --task"] * 2, "sed -i.bak", "python -c 'import openvino"]),
+        (
+            "eagle",
+            "openvino",
+            [*["optimum-cli export openvino --task"] * 2, "sed -i.bak", "python -c 'import openvino"],
+        ),
         ("heads", "vllm", ["vllm serve org/target --spec"]),
         ("heads", "medusa", ["python -m draftsmith.inference.decode DRAFTER --target org/target --prompt"]),
     ],
@@ -70,7 +74,9 @@ def test_options_of_sglang(card, tmp_path):
 def test_a_command_that_fails_is_named(tmp_path, run_main, monkeypatch):
     """From another folder, with DRAFTER and TARGET filled in; the other commands are run all the same."""
     seen = []
-    monkeypatch.setattr(cards, "commands_of", lambda card: ["ls DRAFTER TARGET >&2; exit 3", "test -e DRAFTER/README.md"])
+    monkeypatch.setattr(
+        cards, "commands_of", lambda card: ["ls DRAFTER TARGET >&2; exit 3", "test -e DRAFTER/README.md"]
+    )
     run = cards.run
     monkeypatch.setattr(cards, "run", lambda command, *rest: seen.append((command, *rest)) or run(command, *rest))
     write_heads(tmp_path / "heads", load_target(TARGET), "own")

@@ -459,7 +459,9 @@ def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_m
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
 
 
-@pytest.mark.parametrize("to, wanted", [("vllm", "one draft of each head"), ("medusa", "draftsmith.inference.decode DRAFTER --target")])
+@pytest.mark.parametrize(
+    "to, wanted", [("vllm", "one draft of each head"), ("medusa", "draftsmith.inference.decode DRAFTER --target")]
+)
 def test_the_card_of_heads_speaks_of_heads(heads, tmp_path, run_main, to, wanted):
     folder = heads("own")
     (folder / "provenance.json").write_text(json.dumps({"imported_from": "org/heads", "licence": None}))
@@ -532,7 +534,7 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
         ("heads, own rows", "medusa", "rows of their own"),
         ("EAGLE-1 without a bias", "openvino", "use --to vllm"),
         ("two layers", "openvino", "layers [2, 5]"),
-        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's optimum-intel 2.2 leaves out without a word"),
+        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's optimum-intel 2.2 leaves out"),
         ("whole vocabulary", "openvino", "it has fc_norm"),
         ("norm before residual", "openvino", "it has norm_before_residual"),
         ("norm before residual", "sglang", "it has norm_before_residual, which SGLang 0.5.23 leaves out"),
