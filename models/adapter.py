@@ -142,7 +142,7 @@ def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_t
     trained = (wanted.get("fingerprint"), wanted.get("merged_fingerprint"))
     if wanted.get("adapter") and not target.is_known_as(*trained):
         target = merge_adapter(target, folder / str(wanted["adapter"]))
-    check_target(folder, config, target)
+    check_target(folder, config, target, to_decode=True)
     tokenizer = target.tokenizer
     keeps = keep_template and tokenizer is not None and tokenizer.chat_template
     if tokenizer is not None and not keeps and (folder / TEMPLATE).exists():

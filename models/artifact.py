@@ -360,8 +360,10 @@ def push(folder: Path, repository: str, private: bool) -> str:
     return f"{api.endpoint}/{repository}"
 
 
-def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> None:
+def check_target(folder: Path, config: Mapping[str, Any], target: Target, to_decode: bool = False) -> None:
     """Refuse a drafter that was trained for another target: hardly any of its drafts would be accepted.
+    ``to_decode``: one of the same family and shape, which may be a quantised form of its own, is taken with a line:
+    the text is the given target's in any case.
     Raises ValueError: the fingerprint differs, or the width or vocabulary, where the config states them."""
     trained_for = config["target"]["name_or_path"]
     wrong = f"{folder}: this drafter was trained for target '{trained_for}', not for '{target.name}'"
@@ -379,6 +381,13 @@ def check_target(folder: Path, config: Mapping[str, Any], target: Target) -> Non
             "fetch or train it again"
         )
     if not target.is_known_as(stored, *([merged] if merged else [])):
+        alike = config["target"].get("model_type") == target.describe().get("model_type")
+        if to_decode and alike and not config["target"].get("adapter"):
+            say(
+                f"warning: {folder}: trained for target '{trained_for}'; '{target.name}' has the same shape, "
+                f"{difference(stored, target.fingerprint)}: the text is its own, and fewer drafts may be accepted"
+            )
+            return
         raise ValueError(
             f"{wrong}: same shape, {difference(stored, target.fingerprint)}; "
             f"train one for it, or pass --target {trained_for}"

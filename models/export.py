@@ -128,6 +128,7 @@ from draftsmith.models.stored import (
     local_folder,
     older_fingerprint,
     resolve_folder,
+    same_target,
     save_tensors,
     stored_dtype,
     weight_files,
@@ -256,7 +257,7 @@ def _check_weights(folder: Path, target: Path, fingerprint: str, trained_for: st
     with suppress(FileNotFoundError):
         weight_files(target)
         found = stored_fingerprint(target)
-        if fingerprint not in ("", found) and fingerprint != older_fingerprint(target):
+        if fingerprint and not same_target(fingerprint, found) and fingerprint != older_fingerprint(target):
             raise ValueError(
                 f"{folder}: this drafter was trained for target '{trained_for}', not for '{name}': same shape, "
                 f"{fingerprints_differ(fingerprint, found)}"
@@ -307,7 +308,7 @@ def _commands(source: Source, to: str, target: str, tokens: int) -> tuple[str, s
         if to == "vllm":
             return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
         files = f"# {count} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
-        files += f'python inference/decode.py DRAFTER --target {target} --prompt "What is a prime number?"'
+        files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
         return "programs that read the published layout from safetensors", "medusa", files
     version = source.drafter.config.version
     method = "eagle3" if version == 3 else "eagle"

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from draftsmith.common.files import json_object
 from draftsmith.models.eagle import SIZES, Eagle, EagleConfig
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.readers import EVERY, READ_BY, READERS
 from draftsmith.models.stored import safetensors_header
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import head_rows
@@ -226,7 +227,9 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
     captured = list(c.captured_layers)
     for name in ("attention_bias", "own_embeddings", "target_hidden_size"):  # of drafters that were imported
         if getattr(c, name):
-            raise NoPlace(f"it has {name}, which is not exported: serve the published folder it was imported from")
+            droppers = [reader.name for key, reader in READERS.items() if key not in READ_BY.get(name, EVERY)]
+            but = f", but not in {', '.join(droppers)}, which leave it out without a word" if droppers else ""
+            raise NoPlace(f"it has {name}, which is not exported: serve the published folder it was imported from{but}")
     if c.version == 1:
         if to in ("speculators", "openvino"):
             raise NoPlace(f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang")
@@ -241,15 +244,10 @@ def check_form(drafter: Eagle | MedusaHeads, to: str) -> None:
         raise NoPlace(f"it captures layers {captured} of the target; servers take them in ascending order")
     if to in ("speculators", "openvino") and len(captured) != 3:
         raise NoPlace(f"it captures layers {captured} of the target; {to} holds three; use --to vllm")
-    if to == "sglang" and c.norm_before_residual:
+    dropped = [name for name in (*NORMS, "norm_before_residual") if getattr(c, name) and to not in READ_BY[name]]
+    if dropped:
         raise NoPlace(
-            "it has norm_before_residual, which SGLang leaves out without a word, and then drafts with another model: "
-            "use --to vllm"
-        )
-    dropped = [name for name in (*NORMS, "norm_before_residual") if getattr(c, name)]
-    if to == "openvino" and dropped:
-        raise NoPlace(
-            f"it has {dropped[0]}, which OpenVINO's converter leaves out without a word, and then drafts with another "
+            f"it has {dropped[0]}, which {READERS[to].name} leaves out without a word, and then drafts with another "
             "model: use --to vllm, or train one without it"
         )
     if to != "speculators" and 0 in captured:  # it is no layer's output, by which SGLang names it

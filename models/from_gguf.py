@@ -1,7 +1,8 @@
 """A safetensors copy of a GGUF file, made once: weights dequantised, with config, tokenizer and chat template.
 
-The copy is a folder of the cache, named by the file's SHA-256, which is also the target's fingerprint: it depends
-neither on the machine nor on the version of ``transformers`` that converted the file. Imports no torch.
+The copy is a folder of the cache, named by the file's SHA-256. The target's fingerprint is that of the copy's weights
+alone, which depend neither on the machine nor on the version of ``transformers`` that converted the file. Imports no
+torch.
 """
 
 import functools

@@ -6,7 +6,8 @@
 The folder written is a drafter like those that training writes: decode.py, calibrate.py, export.py and `init_from` of a
 recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, Medusa and TGI (models/published.py).
 A tensor or a field that is not known here is refused, and so is a drafter of a target of another width or vocabulary.
-What target it was trained for is not stored in such a folder: accepted drafts show whether --target is the one.
+What target it was trained for is not stored in such a folder: what whole trees of it accept (decode.py --all-nodes)
+shows whether --target is the one.
 """
 
 # ruff: noqa: E402
@@ -74,7 +75,11 @@ def main() -> None:
     print(
         f"{args.out}: {imported.drafter_type}, {size:,.2f} M parameters; it drafts a chain of {chain} until calibrated"
     )
-    print(f"next: python inference/calibrate.py {shlex.quote(str(args.out))} --prompts FILE.jsonl")
+    own = shlex.quote(str(args.out))
+    print(
+        f"does it fit this target? python inference/decode.py {own} --prompts FILE.jsonl --all-nodes (τ well above 1)"
+    )
+    print(f"next: python inference/calibrate.py {own} --prompts FILE.jsonl")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parent.parent
 _SLICE = 1024  # first bytes of each stored tensor that an older fingerprint covers
 _PARTS = (40, 16, 16)  # characters of a fingerprint for the weights, the config and the tokenizer
+_OPEN = "0" * 32  # in place of the last two, of a GGUF file: this machine's transformers made both out of the file
 _REMEMBERED = 64 << 20  # bytes from which a file's hashes are kept in the cache
 _SETTLED = 2_000_000_000  # nanoseconds: a file changed later may be changed again at the same time stamp
 _AT_ONCE = 4  # files that are hashed at the same time
@@ -438,24 +439,30 @@ def fingerprint(folder: Path) -> str:
     tokenizer file (16).
 
     It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
-    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; for what was
-    converted from a GGUF file it is that file's SHA-256, 64 characters. The hashes of a large file are kept in the
-    cache folder until the file changes, so that its weights are read once.
+    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; of a GGUF file
+    it is that of the weights converted from it, and names no config and tokenizer. The hashes of a large file are kept
+    in the cache folder until the file changes, so that its weights are read once.
     Raises ValueError: a file is damaged. FileNotFoundError: there is no config, or pickled weights are incomplete."""
     folder = _as_safetensors(folder)
-    if whole := _gguf_sha256(folder):
-        return whole
     gate, hashes = threading.Semaphore(_AT_ONCE), list[Callable[[], list[str]]]()
     for file in sorted(folder.glob("*.safetensors")):
         hashes.append(in_background(_tensor_hashes, file, gate))
     weights = "\n".join(sorted({line for lines in hashes for line in lines()}))
     parts = (weights.encode(), *_settings(folder))
-    return "".join(hashlib.sha256(part).hexdigest()[:size] for part, size in zip(parts, _PARTS, strict=True))
+    found = "".join(hashlib.sha256(part).hexdigest()[:size] for part, size in zip(parts, _PARTS, strict=True))
+    return found[: _PARTS[0]] + _OPEN if _gguf_sha256(folder) else found
+
+
+def same_target(stored: str, found: str) -> bool:
+    """Whether two fingerprints name one target: they are equal, or their weights are and one is of a GGUF file."""
+    weights = _PARTS[0]
+    of_gguf = _OPEN in (stored[weights:], found[weights:])
+    return stored == found or (of_gguf and len(stored) == len(found) and stored[:weights] == found[:weights])
 
 
 def older_fingerprint(folder: Path) -> str:
     """The fingerprint of earlier versions, which runs and drafters may still name: SHA-256 over the config, the
-    tokenizer file and the first bytes of every tensor."""
+    tokenizer file and the first bytes of every tensor; of a GGUF file its SHA-256."""
     folder = _as_safetensors(folder)
     if whole := _gguf_sha256(folder):
         return whole
@@ -479,7 +486,7 @@ def older_fingerprint(folder: Path) -> str:
 def difference(stored: str, found: str) -> str:
     """What two different fingerprints say of their models, as part of a message."""
     shown = f"(fingerprint {stored[:12]}… ≠ {found[:12]}…)"
-    if not len(stored) == len(found) == sum(_PARTS):  # an adapter's, a GGUF file's or an older one
+    if not len(stored) == len(found) == sum(_PARTS):  # an adapter's or an older one
         return f"other weights, config or tokenizer {shown}"
     weights, config, _ = _PARTS
     if stored[:weights] != found[:weights]:

@@ -50,6 +50,7 @@ from draftsmith.models.stored import (
     older_fingerprint,
     resolve_folder,
     safetensors_header,
+    same_target,
     stored_dtype,
     stray_weights,
     target_config,
@@ -263,8 +264,8 @@ class Target:
 
     def is_known_as(self, *fingerprints: str | None) -> bool:
         """Whether one of these fingerprints, which a drafter or a run has kept, is this target's."""
-        own = {self.fingerprint, self.older_fingerprint or self.fingerprint}
-        return not own.isdisjoint(fingerprints)
+        own = (self.fingerprint, self.older_fingerprint or self.fingerprint)
+        return any(same_target(each or "", known) for each in fingerprints for known in own)
 
     def describe(self) -> dict[str, str | None]:
         """The field ``target`` of a drafter's config."""

@@ -28,7 +28,7 @@ from draftsmith.common.files import append, parse_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
 from draftsmith.models import precision
-from draftsmith.models.stored import difference, resolve_folder, stored_dtype
+from draftsmith.models.stored import difference, resolve_folder, same_target, stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.page import TrainingPage
@@ -418,7 +418,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     last = checkpoint.checkpoints(run.checkpoints)[-1]
     state = checkpoint.read_state(last)
     trained_for = str(state.get("target", run.fingerprint))  # older ones have none
-    if trained_for not in (run.fingerprint, run.older_fingerprint or run.fingerprint):
+    if not same_target(trained_for, run.fingerprint) and trained_for != run.older_fingerprint:
         raise ValueError(
             f"{last}: it was trained for another target: {difference(trained_for, run.fingerprint)}; set target back, "
             "or --restart"

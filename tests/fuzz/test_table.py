@@ -297,7 +297,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     # drafters
     ("no target", decode.main, of_drafter(lambda c: c.pop("target")), 2, "field 'target' is None"),
     ("a list for a target", decode.main, of_drafter(lambda c: c.update(target=["x"])), 2, "field 'target' is ['x']"),
-    ("another target", decode.main, of_drafter(lambda c: c["target"].update(fingerprint="0" * 64)), 2, "other weights"),
+    ("another target", decode.main, of_drafter(lambda c: c["target"].update(fingerprint="0" * 64)), 0, "other weights"),
     ("no fingerprint", decode.main, of_drafter(lambda c: c["target"].pop("fingerprint")), 2, "no target.fingerprint"),
     ("10⁹ heads", decode.main, of_drafter(lambda c: c.update(num_draft_heads=10**9)), 2, "config.json promises"),
     ("a target as drafter", decode.main, lambda w: [w.target, "--prompt", "a", *DECODE], 2, "this is a model, not a"),

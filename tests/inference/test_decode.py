@@ -723,17 +723,29 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --mode sample --seed -1", "seed -1: "),
         ("DRAFTER --mode sample --temperature nan", "temperature nan: "),
         ("DRAFTER --mode sample --temperature -1", "temperature -1.0: "),
-        ("DRAFTER --target OTHER", "same shape, other weights (fingerprint"),
     ],
 )
-def test_bad_arguments(run_decode, drafter, prompts, tiny_lm, other_weights, tmp_path, arguments, message):
+def test_bad_arguments(run_decode, drafter, prompts, tiny_lm, tmp_path, arguments, message):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     write_json(tmp_path / "deep.json", {"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]})
-    places = {"DRAFTER": drafter, "MODEL": tiny_lm, "OTHER": other_weights, "FILE": tmp_path / "file"}
+    places = {"DRAFTER": drafter, "MODEL": tiny_lm, "FILE": tmp_path / "file"}
     places |= {"LOOP": tmp_path / "loop", "DEEP": tmp_path / "deep.json"}
     arguments = re.sub("|".join(places), lambda found: str(places[found[0]]), arguments)
     assert message in error_of(run_decode(f"{arguments} --prompts {prompts}"))
+
+
+def test_a_target_of_the_same_shape(run_decode, drafter, prompts, other_weights, tmp_path):
+    """As a quantised form of the drafter's: the text is that target's own, and a line says so; of another family it is
+    refused."""
+    words = f"{drafter} --target {other_weights} --prompts {prompts} --max-new-tokens 8 --check-lossless"
+    code, _, err = run_decode(words)
+    said = "has the same shape, other weights (fingerprint "
+    assert code == 0 and err.count(said) == 1 and "output identical to plain" in err and "text is its own" in err, err
+    folder = shutil.copytree(drafter, tmp_path / "another")
+    config_file = folder / "config.json"
+    config_file.write_text(config_file.read_text().replace('"model_type": "llama"', '"model_type": "gpt2"'))
+    assert "was trained for target" in error_of(run_decode(words.replace(str(drafter), str(folder))))
 
 
 @pytest.mark.parametrize(

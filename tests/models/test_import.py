@@ -542,7 +542,10 @@ def test_other_commands_name_the_import(target, tmp_path, name, pickle):
 def test_forms_that_no_server_format_of_ours_holds(tmp_path, tiny, refused):
     write_eagle(tmp_path / "mine", tiny, attention_bias=True)
     line = refused(export.main, tmp_path / "mine", "--to", "vllm", "--out", tmp_path / "served")
-    assert "it has attention_bias, which is not exported" in line
+    assert (
+        "it has attention_bias, which is not exported: serve the published folder it was imported from, but not in SG"
+        in line
+    )
 
 
 def test_shards(target, tmp_path):
