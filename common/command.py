@@ -49,6 +49,11 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 prompt``, ``2,000 prompts``: a count with its noun, which is given in the singular."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _describe_os_error(error: OSError, resumable: bool) -> str:
     place = f"{error.filename}: " if error.filename else ""
     if error.errno in _FULL:
