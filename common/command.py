@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -47,6 +47,16 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
 def first_line(error: BaseException, most: int = 200) -> str:
     """The first line of another library's error, at most ``most`` characters of it; its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is meant by one that is not: it has that word, as ``num_heads`` has ``heads``, or nearly all
+    of its letters; None if no name is near."""
+    plain = {each.strip("-").replace("-", "_"): each for each in known}
+    word = name[:100].strip("-").replace("-", "_")
+    found = [each for each in plain if word == each] or [each for each in plain if word in each.split("_")]
+    found = found or difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
+    return plain[found[0]] if found else None
 
 
 def counted(number: int, noun: str) -> str:
@@ -134,12 +144,12 @@ class CommandLine(argparse.ArgumentParser):
         unknown = [name for name in given if not any(option.startswith(name) for option in known)]
         if unknown and message.startswith(("unrecognized", "the following arguments", "one of the arguments")):
             message = f"there is no option {unknown[0]}"
-            nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1)
+            meant = nearest(unknown[0], known)
             habit = _HABITS.get(unknown[0].replace("_", "-"), "")
             if habit and (not habit.startswith("--") or habit.split()[0] in known):
                 message += f"; here it is {habit}"
-            elif nearest:
-                message += f"; nearest: {nearest[0]}"
+            elif meant:
+                message += f"; nearest: {meant}"
             elif any(action.dest == "overrides" for action in self._actions):
                 message += "; a recipe's fields are set as section.field=value"
         _stop(f"{message} (--help lists all options)", 2)
