@@ -219,7 +219,8 @@ def main() -> None:
     options = target_arguments(args)
     loaded = {name: load_drafter(name, target_name=args.target, **options) for name in args.drafters}
     name = args.target or next(iter(loaded.values()))[0].name
-    base, _ = load_drafter("none", target_name=name, **options | {"say": None})  # its precision was said
+    silent: dict[str, Any] = options | {"say": None}  # its precision was said
+    base, _ = load_drafter("none", target_name=name, **silent)
     if base.tokenizer is None:
         raise ValueError(f"'{base.name}' has no tokenizer: its answers cannot be read")
     check_targets(base, loaded)
