@@ -65,6 +65,10 @@ def check(args: argparse.Namespace) -> None:
     given = [args.judge, args.judge_model, args.questions]
     if any(given) and not all(given):
         raise ValueError("--judge, --judge-model and --questions go together")
+    if args.judge and not args.judge.startswith(("http://", "https://")):
+        raise ValueError(
+            f"--judge {args.judge}: is no address; give the server's, for example http://localhost:8000/v1"
+        )
     if args.judge and args.sets:
         raise ValueError("--judge grades the answers to --questions; leave out --sets")
 
@@ -214,7 +218,9 @@ def main() -> None:
     tasks = tasks_of(sets, args.count, args.seed, isolated=not args.no_sandbox)
     options = target_arguments(args)
     loaded = {name: load_drafter(name, target_name=args.target, **options) for name in args.drafters}
-    base, _ = load_drafter("none", target_name=args.target or next(iter(loaded.values()))[0].name, **options)
+    name = args.target or next(iter(loaded.values()))[0].name
+    silent: dict[str, Any] = options | {"say": None}  # its precision was said
+    base, _ = load_drafter("none", target_name=name, **silent)
     if base.tokenizer is None:
         raise ValueError(f"'{base.name}' has no tokenizer: its answers cannot be read")
     check_targets(base, loaded)

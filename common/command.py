@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -47,6 +47,21 @@ def _raised_by_us(traceback: TracebackType | None) -> bool:
 def first_line(error: BaseException, most: int = 200) -> str:
     """The first line of another library's error, at most ``most`` characters of it; its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is meant by one that is not: it has that word, as ``num_heads`` has ``heads``, or nearly all
+    of its letters; None if no name is near."""
+    plain = {each.strip("-").replace("-", "_"): each for each in known}
+    word = name[:100].strip("-").replace("-", "_")
+    found = [each for each in plain if word == each] or [each for each in plain if word in each.split("_")]
+    found = found or difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
+    return plain[found[0]] if found else None
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 prompt``, ``2,000 prompts``: a count with its noun, which is given in the singular."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _describe_os_error(error: OSError, resumable: bool) -> str:
@@ -137,14 +152,13 @@ class CommandLine(argparse.ArgumentParser):
         unknown = [name for name in given if not any(option.startswith(name) for option in known)]
         if unknown and message.startswith(("unrecognized", "the following arguments", "one of the arguments")):
             message = f"there is no option {unknown[0]}"
-            recipe = any(action.dest == "overrides" for action in self._actions)
-            nearest = difflib.get_close_matches(unknown[0].replace("_", "-"), known, n=1, cutoff=0.8 if recipe else 0.6)
+            meant = nearest(unknown[0], known)
             habit = _HABITS.get(unknown[0].replace("_", "-"), "")
             if habit and (not habit.startswith("--") or habit.split()[0] in known):
                 message += f"; here it is {habit}"
-            elif nearest:
-                message += f"; nearest: {nearest[0]}"
-            elif recipe:
+            elif meant:
+                message += f"; nearest: {meant}"
+            elif any(action.dest == "overrides" for action in self._actions):
                 example = _FIELDS.get(unknown[0].replace("_", "-"))
                 message += f"; a recipe's fields are set as {example or 'section.field=value'}, without dashes"
         message = message.removesuffix(", section.field=value")  # of which there may be none

@@ -4,7 +4,6 @@ recipe's file before slow imports. No other file reads YAML.
 
 import argparse
 import copy
-import difflib
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.common.command import nearest
 from draftsmith.common.files import json_object, read_text
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,39})")
@@ -137,8 +137,8 @@ def read_content(path: str | Path, overrides: typing.Sequence[str] = ()) -> tupl
         raise ValueError(f"{path}: not a file (a device, or a link that leads nowhere); a recipe is needed")
     if not os.path.lexists(path):
         recipes = sorted(p.stem for p in path.parent.glob("*.yaml")) if os.path.isdir(path.parent) else []
-        matches = difflib.get_close_matches(path.stem[:100], recipes, n=1)
-        hint = f"; did you mean {path.parent / (matches[0] + '.yaml')}?" if matches else ""
+        meant = nearest(path.stem, recipes)
+        hint = f"; did you mean {path.parent / (meant + '.yaml')}?" if meant else ""
         raise FileNotFoundError(f"{path}: there is no such recipe{hint}")
     if os.path.isfile(path) and (size := os.path.getsize(path)) > _BYTES:
         raise ValueError(f"{path}: {size:,} bytes; no recipe is so long")
@@ -212,18 +212,14 @@ def _nearest(schema: Schema, path: typing.Sequence[str | int]) -> str:
         sections = _inner(section.get("properties", {}).get(part, {}), schema)
         section = sections[0] if sections else None
     siblings = list(section.get("properties", {})) if section else []
-    last = str(path[-1])[:100]
+    last = str(path[-1])
     keys = _keys(schema, schema)
     everywhere = {key.rsplit(".", 1)[-1]: key for key in reversed(keys)}  # the first key of a name is kept
-    matches = difflib.get_close_matches(last, siblings, n=1)
-    if matches and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
-        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), matches[0]])
-    words = [name for name in siblings if last in name.split("_")]  # heads: num_draft_heads
-    if len(words) == 1:
-        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), words[0]])
-    matches = difflib.get_close_matches(last, everywhere, n=1, cutoff=0.85)
-    if matches:
-        return f"; nearest valid key: {everywhere[matches[0]]}"
+    meant = nearest(last, siblings)
+    if meant and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
+        return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), meant])
+    if meant := nearest(last, everywhere):
+        return f"; nearest valid key: {everywhere[meant]}"
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
 
 

@@ -1,16 +1,18 @@
-"""Compare two reports of decode.py on the same prompts: τ, speed-up and tokens/s, paired by prompt.
+"""Compare reports of decode.py on the same prompts: τ, speed-up and tokens/s, paired by prompt.
 
     python inference/compare.py runs/a/report.json runs/b/report.json
-    python inference/compare.py runs/a runs/b                         # the folders that --report wrote
+    python inference/compare.py runs/a runs/b runs/c                  # the folders that --report wrote; B and C with A
 
 A and B are measured over the prompts, or timed groups of prompts, that are in both reports. A 95 % interval is a
 bootstrap over them: a resampled prompt brings its figures of A and of B, so that what prompts differ in cancels out.
+There is none of fewer than five.
 Speeds are not compared where machine, threads, dtype, batch size or the timed groups differ. Those of two commands were
 measured at different times: then speed-ups, whose baseline is decoded in turn with the drafter, say more than tokens/s.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, or the reports have no target or no prompt in common.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +21,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.common.command import CommandLine, run_command, slow_imports
-from draftsmith.common.files import json_object
+from draftsmith.common.command import CommandLine, counted, run_command, slow_imports
+from draftsmith.common.files import check_file, json_object, write_json
 from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.evaluation.paired import Columns, keys_of, pair_groups, pair_prompts
+from draftsmith.inference.evaluation.paired import MIN_PAIRS, Columns, keys_of, pair_groups, pair_prompts
 
 BASES = {"engine": "× plain", "transformers": "× transformers", "prompt_lookup": "× its prompt lookup"}
 SAME_TEXTS = ("mode", "verify", "sampling", "max_new_tokens")  # or the answers are others
@@ -65,11 +67,18 @@ def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], b
         raise ValueError(f"{b['path']}: has no prompt of {a['path']}; decode the same --prompts for both")
     warnings: list[str] = []
     if len({common, len(keys[0]), len(keys[1])}) > 1:
-        warnings.append(f"of {len(keys[0])} and {len(keys[1])} prompts, {common} are in both; only these are compared")
+        warnings.append(
+            f"of {len(keys[0])} and {len(keys[1])} prompts, {common} in both reports; only these are compared"
+        )
+
+    def in_words(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return " ".join(f"{name.replace('_', ' ')} {in_words(each)}" for name, each in value.items())
+        return "none" if value is None else str(value)
 
     def differing(one: Mapping[str, Any], other: Mapping[str, Any], names: Collection[str]) -> str:
         pairs = [(name.replace("_", " "), one.get(name), other.get(name)) for name in names]
-        return "; ".join(f"{name} {first}, {second}" for name, first, second in pairs if first != second)
+        return "; ".join(f"{name} {in_words(a)}, {in_words(b)}" for name, a, b in pairs if a != b)
 
     if what := differing(a, b, SAME_TEXTS):
         warnings.append(f"the answers are not the same: {what}")
@@ -79,7 +88,7 @@ def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], b
         warnings.append(f"speeds are not compared: {elsewhere}")
     of_a, of_b, of_both = ({key for group in pair_groups(each) for key in group} for each in ([a], [b], [a, b]))
     if not elsewhere and (apart := len((of_a & of_b) - of_both)):
-        warnings.append(f"speeds of {apart} prompts are not compared: they were not timed in the same groups")
+        warnings.append(f"speeds of {counted(apart, 'prompt')} not compared: not timed in the same groups")
     return warnings, not elsewhere
 
 
@@ -157,10 +166,14 @@ def rows_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str | None
     return rows
 
 
-def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: bool) -> None:
-    """The table, to stdout. ``speeds``: compare them too."""
+def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: bool, b: str = "B") -> None:
+    """The table, to stdout, and on stderr which figures have no interval. ``speeds``: compare them too. ``b``: the name
+    of the report that is compared with A."""
+    compared = [found for _, name, found in rows if found["difference"] is not None and (speeds or name == "τ")]
+    without = sum(found["ratio_interval"] is None for found in compared)
+    heading = " (95 %)" * (without < len(compared))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("", "A", "B", "B − A (95 %)", "B ÷ A (95 %)"):
+    for column in ("", "A", b, f"{b} − A{heading}", f"{b} ÷ A{heading}"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
 
     def cell(value: float | None, interval: Sequence[float] | None, form: str) -> str:
@@ -173,35 +186,59 @@ def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: b
         if kind != before:
             table.add_row(f"[bold]{escape(kind or 'all')}[/bold]")
         before, digits = kind, ".1f" if name == "tokens/s" else ".2f"
-        compared = ("–", "–")
+        cells = ("–", "–")
         if found["difference"] is not None and (speeds or name == "τ"):
             difference = cell(found["difference"], found["difference_interval"], f"+{digits}")
-            compared = (difference, cell(found["ratio"], found["ratio_interval"], ".2f"))
-        table.add_row(f"  {name}", *(cell(found[each], None, digits) for each in "ab"), *compared)
+            cells = (difference, cell(found["ratio"], found["ratio_interval"], ".2f"))
+        table.add_row(f"  {name}", *(cell(found[each], None, digits) for each in "ab"), *cells)
     make_console(stderr=False).print(table)
+    if without:
+        which = f"{counted(without, 'comparison')} without" if heading else "no"
+        console.print(f"{which} 95 % interval: that needs {MIN_PAIRS} prompts, of speeds timed groups, in both reports")
 
 
 def parser() -> CommandLine:
     parser = CommandLine(__doc__)
-    for name in ("a", "b"):
-        help = f"{name.upper()}: a report.json of decode.py --report, or its folder"
-        parser.add_argument(name, type=Path, metavar=f"{name.upper()}.json", help=help)
+    help = "A, B and further ones, each compared with A: a report.json of decode.py --report, or its folder"
+    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json", help=help)
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write the figures there, too")
     return parser
 
 
 def main() -> None:
     args = parser().parse_args()
-    a, b = read_report(args.a), read_report(args.b)
-    warnings, speeds = check_same(a, b)
+    if len(args.reports) < 2:
+        raise ValueError(f"{args.reports[0]}: give at least one other report, with which it is compared")
+    check_file("--json", args.json)
+    a, *others = map(read_report, args.reports)
+    checked = [(each, *check_same(a, each)) for each in others]
     with slow_imports():
-        rows = rows_of(a, b)
-    for name, each in (("A", a), ("B", b)):
-        console.print(f"{name}: {each['drafter']} on {each['target']}, {each['path']}", markup=False, soft_wrap=True)
-    for warning in warnings:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    print_rows(rows, speeds)
-    if speeds and a["command"] != b["command"]:
-        console.print("tokens/s were measured at different times; speed-ups are over plain decoding at that time")
+        tables = [rows_of(a, each) for each in others]
+
+    def name(letter: str, report: Mapping[str, Any]) -> None:
+        console.print(
+            f"{letter}: {report['drafter']} on {report['target']}, {report['path']}", markup=False, soft_wrap=True
+        )
+
+    name("A", a)
+    for letter, (b, warnings, speeds), rows in zip(map(chr, itertools.count(ord("B"))), checked, tables, strict=False):
+        name(letter, b)
+        for warning in warnings:
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        print_rows(rows, speeds, letter)
+        if speeds and a["command"] != b["command"]:
+            console.print("tokens/s were measured at different times; speed-ups are over plain decoding at that time")
+    if args.json:
+        figures = [
+            {
+                "report": str(b["path"]),
+                "warnings": warnings,
+                "figures": [{"kind": kind, "figure": figure, **found} for kind, figure, found in rows],
+            }
+            for (b, warnings, _), rows in zip(checked, tables, strict=True)
+        ]
+        write_json(args.json, {"a": str(a["path"]), "compared": figures})
+        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf")
 TOKENS = 3  # of a draft in speculators' config and in the card's commands, where calibration found no best chain
+_UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk")  # drafters without a folder
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
 
@@ -94,6 +95,11 @@ def check(args: argparse.Namespace) -> None:
             check_repository(args.push_to_hub)
         except ValueError as error:
             raise ValueError(f"--push-to-hub '{args.push_to_hub}': {error}") from None
+    if args.drafter.partition(":")[0] in _UNTRAINED and not Path(args.drafter).exists():
+        raise ValueError(
+            f"'{args.drafter}': has no weights of its own, so there is nothing to export; servers have "
+            "n-gram drafts and draft models of their own"
+        )
     check_drafter_name(args.drafter, args.target)
 
 

@@ -1,9 +1,10 @@
 """Precision by the hardware: dtypes that a device computes natively, the choice for ``auto``, and the line about it.
 
 ``precision.autocast: auto`` is bfloat16 where the device has it in hardware, else none. ``dtype: auto`` is the dtype
-that the target is stored in on a GPU. On a CPU it is float32, except for decoding with weights stored in bfloat16 that
-exceed its caches, where the CPU has bfloat16 instructions: a step reads all weights from memory (SmolLM2 takes 28 ms in
-bfloat16 and 47 in float32 on one core of an Intel Xeon). torch is imported only where a device is queried.
+that the target is stored in on a GPU. On a CPU it is float32, except for decoding, that of distillation too, with
+weights stored in bfloat16 that exceed its caches, where the CPU has bfloat16 instructions: a step reads all weights
+from memory (SmolLM2 takes 28 ms in bfloat16 and 47 in float32 on one core of an Intel Xeon). torch is imported only
+where a device is queried.
 """
 
 import os
@@ -106,7 +107,7 @@ def choose_dtype(
         stored: returns the dtype that the target is stored in; called only where it is needed.
         quantized: its linear layers are quantised; the dtype is that of their products and of the other weights.
         began: the choice with which a resumed run began, which ``auto`` keeps.
-        weights: bytes of the stored weights, if the target decodes; 0 if it only trains a drafter.
+        weights: bytes of the stored weights, if the target decodes, as for distillation; 0 if it trains a drafter.
     """
     import torch
 
@@ -117,7 +118,8 @@ def choose_dtype(
     missing, on_cpu = lacking("bfloat16", device), torch.device(device).type == "cpu"
     if on_cpu:
         in_half = weights >= _LARGE and not quantized and not missing and stored() == "bfloat16"
-        why = missing or "on a CPU bfloat16 gains where large weights are stored in it"
+        other = "the default on a CPU but for 100 MB and more stored in bfloat16, not quantised"
+        why = missing or (other if weights else "the default of training on a CPU")
         return Choice("bfloat16", "as it is stored") if in_half else Choice("float32", why)
     if quantized:
         return Choice("float16", missing) if missing else Choice("bfloat16", "for what is not quantised")

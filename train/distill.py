@@ -62,7 +62,7 @@ from draftsmith.data.tokenized import template_for
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
-from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed
+from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed, with_safetensors
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
@@ -140,7 +140,12 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
     with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards refuses a damaged one
         began = None if restart else json_object(manifest)["decides"]["target.dtype"]
     device = choose_device(None)
-    chosen = dtype_of(t, torch.device(device), began if began in DTYPES else None)
+    began = began if began in DTYPES else None
+    weights = 0
+    if t.dtype == "auto" and not began and device == "cpu":  # as decoding chooses
+        files = with_safetensors(resolve_folder(t.name, t.revision)).glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
+    chosen = dtype_of(t, torch.device(device), began, weights)
     for line in describe(device, chosen):
         console.print(line, style="yellow" if line.startswith("warning") else None)
     return recipe.model_copy(update={"target": t.model_copy(update={"dtype": chosen.value})})

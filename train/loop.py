@@ -96,14 +96,16 @@ def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) ->
     return recipe.model_copy(update=update)
 
 
-def dtype_of(target: TargetSection, device: torch.device, began: str | None = None) -> precision.Choice:
+def dtype_of(
+    target: TargetSection, device: torch.device, began: str | None = None, weights: int = 0
+) -> precision.Choice:
     """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
 
     def stored() -> str:
         return stored_dtype(resolve_folder(target.name, target.revision, weights=False))
 
     quantized = target.quantize != "none"
-    return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began)
+    return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -34,7 +34,12 @@ def target_name(drafters: Sequence[str]) -> str | None:
 
 
 def check_memory(
-    target: str, drafters: Sequence[str], length: Callable[[], int], batch: int, options: dict[str, Any]
+    target: str,
+    drafters: Sequence[str],
+    length: Callable[[], int],
+    batch: int,
+    options: dict[str, Any],
+    whole: bool = False,
 ) -> None:
     """Say how many texts of a length fit beside the weights, if several are to be decoded at a time.
 
@@ -42,9 +47,10 @@ def check_memory(
         drafters: names as decode.py takes them; the largest counts.
         length: returns the tokens of the longest text, with its answer; those beyond the target's context do not count.
         options: of ``load_target``; a target on several devices is not planned.
+        whole: the whole batch has to fit.
 
     Raises:
-        ValueError: not even one text fits.
+        ValueError: not even one text fits, or, of a ``whole`` batch, not all.
     """
     if options["device_map"] != "none":
         return
@@ -66,6 +72,8 @@ def check_memory(
     if batch > 1:
         most = int((free - weights) // row)
         said = f"memory for at most {most:,} texts of {tokens:,} tokens at a time: {needs}, {free / 1e9:.1f} GB free"
+        if whole and batch > most:
+            raise ValueError(f"--batch-sizes {batch}: {said}; take smaller batches or shorter texts")
         console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -21,7 +21,6 @@ All of them raise FileNotFoundError or ValueError where something is missing, da
 belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
 """
 
-import difflib
 import importlib
 import shlex
 from collections import Counter
@@ -33,6 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftsmith.common.command import nearest
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
@@ -98,8 +98,7 @@ def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
     """The module of a drafter's family; a ValueError if its drafter_type is not in :data:`FAMILIES`."""
     kind = config["drafter_type"]
     if kind not in FAMILIES:
-        matches = difflib.get_close_matches(kind, FAMILIES, n=1)
-        hint = f"; nearest: {matches[0]}" if matches else ""
+        hint = f"; nearest: {meant}" if (meant := nearest(kind, FAMILIES)) else ""
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}")
     return importlib.import_module(FAMILIES[kind])

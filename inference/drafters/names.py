@@ -1,12 +1,12 @@
 """Drafters by name: a folder, a Hub id, ``ngram``, ``draft_model:PATH``, ``snapkv:K``, several joined by ``+``.
 Light to import."""
 
-import difflib
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.common.command import nearest
 from draftsmith.models.stored import check_drafter_name, known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
@@ -82,10 +82,10 @@ def check_name(part: str, target: str | None = None) -> None:
             check_drafter_name(part, target)
         except FileNotFoundError as error:
             kind = part.partition(":")[0]
-            matches = difflib.get_close_matches(kind, ("none", NGRAM, f"{DRAFT_MODEL}PATH", *SELECTORS), n=1)
-            if not matches or "/" in kind or os.path.lexists(part):
+            meant = nearest(kind, ("none", NGRAM, DRAFT_MODEL.rstrip(":"), *SELECTORS))
+            if not meant or "/" in kind or os.path.lexists(part):
                 raise
-            raise FileNotFoundError(f"{error}; did you mean {matches[0]}?") from None
+            raise FileNotFoundError(f"{error}; did you mean {meant}?") from None
 
 
 def check_names(names: Sequence[str], target: str | None = None) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.common.command import counted
 from draftsmith.common.pages import render
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation.report import LABELS, exactness
+from draftsmith.inference.evaluation.paired import MIN_PAIRS
+from draftsmith.inference.evaluation.report import LABELS, exactness, intervals_line
 from draftsmith.inference.evaluation.trace import Ranks, Trace, acceptance_by_ranks, trace, traced
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -99,6 +101,9 @@ def _render(
         number=number,
         name=short_name(report["drafter"]),
         exactness=exactness,
+        counted=counted,
+        enough=MIN_PAIRS,
+        intervals_line=intervals_line(report),
         labels=LABELS,
         sources=sources,
         texts=texts,

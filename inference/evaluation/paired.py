@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from draftsmith.inference.engine.engine import Generation
 
+MIN_PAIRS = 5  # timed groups, or prompts, without which a figure has no 95 % interval
 Columns = dict[Any, list[float]]  # by prompt or group: amounts of A, then those of B
 
 

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from draftsmith.common.command import counted
 from draftsmith.common.files import replacing, write_json
 from draftsmith.inference.commands.terminal import end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import TextStream, answer_tokens, decode_text, visible
+from draftsmith.inference.evaluation.paired import MIN_PAIRS
 from draftsmith.models.target import Target
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
@@ -197,8 +199,7 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     for column in ("τ", "τ before\nloops", *(ratios[base] for base in compared)):
         table.add_column(column, justify="right", no_wrap=True)
     for kind, of_first in reports[0]["kinds"].items():
-        count = of_first["prompts"]
-        table.add_row(f"[bold]{escape(kind)}[/bold], {count} prompt{'s' * (count != 1)}")
+        table.add_row(f"[bold]{escape(kind)}[/bold], {counted(of_first['prompts'], 'prompt')}")
         for report in reports:
             figures = report["kinds"][kind]
             before = figures["loops"]["mean_accepted_length_before"]
@@ -240,11 +241,21 @@ def exactness(report: dict[str, Any]) -> tuple[bool | None, str, str]:
     return not lossless["mismatches"], verdict, f" ({checked})"
 
 
+def intervals_line(report: dict[str, Any]) -> str:
+    """What was timed for a report's speed-ups, and whether it was enough for intervals; empty without baselines."""
+    if not report["baselines"]:
+        return ""
+    timed = f"{counted(report['timed_prompts'], 'prompt')} in {counted(report['pairs'], 'group')}"
+    with_them, few = " with 95 % intervals", f": too few for intervals, which need {MIN_PAIRS} groups"
+    has = report["pairs"] >= MIN_PAIRS
+    return f"Ratios of tokens/s{with_them * has}: {timed}, each decoded by all methods in turn{few * (not has)}"
+
+
 def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """Methods by rows: tokens/s, speed-ups with their 95 % intervals, τ, losslessness. A terminal below
     :data:`TABLE_WIDTH` gets the columns that fit into 60."""
     first = reports[0]
-    title = f"{first['target']} · {first['prompts']} prompts · {first['device']} · {first['dtype']}"
+    title = f"{first['target']} · {counted(first['prompts'], 'prompt')} · {first['device']} · {first['dtype']}"
     console.print(title, style="italic", markup=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
     columns = ("method", "tokens/s", "× plain", "× trans-\nformers", "× prompt\nlookup", "τ", "τ before\nloops")
@@ -276,19 +287,14 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             f"{before:.2f}" if before else "–",
         )
     console.print(table)
-    if any(first.get(f"{name}_interval") for name in SPEEDUPS.values()):
-        console.print(
-            f"Ratios of tokens/s with 95 % intervals: {first['timed_prompts']} prompts in {first['pairs']} groups, "
-            "each decoded by all methods in turn",
-            markup=False,
-            soft_wrap=True,
-        )
+    if line := intervals_line(first):
+        console.print(line, markup=False, soft_wrap=True)
     print_kinds(reports, console)
     for report in reports:
-        if (counted := report.get("counted_prompts", 0)) and counted < report["prompts"]:
+        if (own := report.get("counted_prompts", 0)) and own < report["prompts"]:
             console.print(
-                f"{report['drafter']}: τ of {counted} prompts, the timed ones; {report['prompts'] - counted} others "
-                "were decoded in larger batches, in which steps choose other trees",
+                f"{report['drafter']}: τ of {counted(own, 'prompt')}, the timed ones, not of "
+                f"{counted(report['prompts'] - own, 'other')}, decoded in larger batches, with other trees",
                 markup=False,
                 soft_wrap=True,
             )
@@ -430,7 +436,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     fig.suptitle(
-        f"{report['drafter']} on {report['target']}: {report['prompts']} prompts, {report['dtype']}, "
+        f"{report['drafter']} on {report['target']}: {counted(report['prompts'], 'prompt')}, {report['dtype']}, "
         f"{report['device']}",
         fontsize=10,
     )

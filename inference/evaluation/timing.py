@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import GenerationConfig
 
+from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.cache import free_bytes
@@ -24,7 +25,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import PHASES, capacity_for
 from draftsmith.inference.evaluation import report as reporting
 from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
-from draftsmith.inference.evaluation.paired import paired_fields
+from draftsmith.inference.evaluation.paired import MIN_PAIRS, paired_fields
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.kernels.linear import MOST_ON_CPU
@@ -38,7 +39,7 @@ PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 GROUPS = 32  # minimum number of groups of prompts, if there are as many batches
 MIN_GROUPS = 16  # timed in any case, over all rounds, before timing may end early
 NARROW = 0.03  # half-width of an interval, relative to its ratio, at which timing ends
-MIN_PAIRS, RESAMPLES = 5, 4000  # of the bootstrap: groups without which there is no interval; resamples
+RESAMPLES = 4000  # of the bootstrap
 CHECK_ROWS, CHECK_ROWS_ON_GPU = 8, 32  # texts that are decoded at a time where nothing is timed, memory permitting
 LOGITS = 8  # copies of a step's logits in float32 that are reckoned with, at most: sampling's
 INSTRUMENTED = 4  # prompts of the run that times the phases of a step
@@ -257,7 +258,7 @@ def run_rounds(
     groups = group_prompts(kinds or [""] * len(prompts), batch_size)
     order = list(methods)
     total, since = rounds * len(groups), time.perf_counter()
-    console.print(f"decoding {len(prompts)} prompts by {', '.join(methods)}; rounds: {rounds}", markup=False)
+    console.print(f"decoding {counted(len(prompts), 'prompt')} by {', '.join(methods)}; rounds: {rounds}", markup=False)
     with ProgressBar("decoding", total, console, transient=True) as advance:
         for done, (_, place) in enumerate(itertools.product(range(rounds), range(len(groups))), 1):
             for name in order:
@@ -480,14 +481,14 @@ def evaluate(
 
     # Steps that choose how many nodes they run choose otherwise beside other texts: such texts are checked, but τ is
     # that of the timed batch size.
-    counted: dict[str, list[int]] = {}  # numbers of the prompts whose steps count
+    with_steps: dict[str, list[int]] = {}  # numbers of the prompts whose steps count
     for name, decoder in zip(names, decoders, strict=True):
-        counted[name] = [*range(len(prompts))]
+        with_steps[name] = [*range(len(prompts))]
         if untimed:
             timed[name].outputs.update(decode_untimed(name, decoder, untimed))
             bitwise[name] &= decoder.bitwise
             if decoder.chooses and decoder.rows != min(batch_size, len(untimed)):
-                counted[name] = timed_prompts
+                with_steps[name] = timed_prompts
     if without_reference:
         reference.update(decode_untimed("the target alone", plain, without_reference))
 
@@ -498,7 +499,7 @@ def evaluate(
         outputs.append(results)
         bases = {base: timed[base] for base in compared}
         nodes = decoder.drafter.num_nodes
-        figures = _figures([results[n] for n in counted[name]], decoder.drafter, timed[name], bases)
+        figures = _figures([results[n] for n in with_steps[name]], decoder.drafter, timed[name], bases)
         accepted = [length for n in timed_prompts for length in results[n].accepted]
         overhead: float | None = None
         if accepted and "engine" in compared:
@@ -515,7 +516,7 @@ def evaluate(
                 **({"lossy": True} if mode == "typical" else {}),
                 **({} if mode == "greedy" else {"sampling": asdict(sampling)}),
                 "prompts": len(prompts),
-                "counted_prompts": len(counted[name]),
+                "counted_prompts": len(with_steps[name]),
                 "max_new_tokens": max_new_tokens,
                 "batch_size": batch_size,
                 "tree_nodes": nodes,
@@ -527,10 +528,10 @@ def evaluate(
                 "baselines": baselines,
                 "overhead": overhead,
                 "kinds": {
-                    kind: _figures_of_kind(numbers, counted[name], results, decoder.drafter, timed[name], bases)
+                    kind: _figures_of_kind(numbers, with_steps[name], results, decoder.drafter, timed[name], bases)
                     for kind, numbers in by_kind.items()
                 },
-                **paired_fields(prompts, kinds, results, timed[name], bases, counted[name]),
+                **paired_fields(prompts, kinds, results, timed[name], bases, with_steps[name]),
                 "peak_memory_bytes": peak,
                 "lossless": None,
                 "versions": versions(),

@@ -256,6 +256,10 @@ def test_what_a_judge_needs(run_main, drafter, tmp_path):
         code, _, err = run_main(quality.main, drafter, *words)
         server.shutdown()
     assert code == 2 and f"{tmp_path / 'q.jsonl'}:1: a judge grades conversations; give turns or messages" in err, err
+    code, _, err = run_main(quality.main, drafter, "--judge", "nonsense", *words[2:])
+    assert code == 2 and err.startswith(
+        "error: --judge nonsense: is no address; give the server's, for example http://"
+    )
     code, _, err = run_main(quality.main, drafter, *words)
     assert code != 0 and err.startswith(f"error: endpoint {url}: ") and "--judge" in err and err.count("\n") == 1, err
 

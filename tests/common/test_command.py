@@ -216,6 +216,8 @@ def test_every_option_is_explained(monkeypatch, file):
         (["--drafter", "x"], "there is no option --drafter; here it is DRAFTER, without an option"),
         (["--num_speculative_tokens=3"], "there is no option --num_speculative_tokens; here it is --tree FILE"),
         (["--bathc-size", "2"], "there is no option --bathc-size; nearest: --batch-size"),
+        (["--steps", "3"], "there is no option --steps (--help"),
+        (["--size", "2"], "there is no option --size; nearest: --batch-size"),
         (["--xyz"], "there is no option --xyz (--help"),
     ],
 )

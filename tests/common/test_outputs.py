@@ -19,6 +19,7 @@ OUTPUTS = {
     "tools.pieces": ("join DIR --out F", "F.gguf"),
     "inference.decode": ("none --target models/tiny-lm --prompts ROWS --answers F", "F.jsonl"),
     "inference.decode, reports": ("none --target models/tiny-lm --prompts ROWS --report DIR", "report.json"),
+    "inference.compare": ("runs/a runs/b --json F", "F.json"),
     "inference.planner": ("--target models/tiny-lm --contexts 64 --batch-sizes 1 --out F", "F.json"),
     "inference.planner, plot": ("--target models/tiny-lm --contexts 64 --batch-sizes 1 --out F.json", "F.png"),
     "models.export": ("models/smollm2-eagle3 --to vllm --out DIR", "provenance.json"),

@@ -277,7 +277,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("half a pair in a prompt", decode.main, prompted('{"prompt": "\\ud800"}'), 2, "half of a surrogate pair"),
     ("a deep prompt", decode.main, prompted(f'{{"prompt": {DEEP}}}'), 2, "prompts.jsonl:1: JSON nested too deeply"),
     ("prompts in latin-1", decode.main, prompted('{"prompt": "é"}'.encode("latin-1")), 2, "not UTF-8 text"),
-    ("prompts behind a mark", decode.main, prompted(b'\xef\xbb\xbf{"prompt": "a"}'), 0, "1 prompts"),
+    ("prompts behind a mark", decode.main, prompted(b'\xef\xbb\xbf{"prompt": "a"}'), 0, "1 prompt by"),
     ("prompts in a loop", decode.main, lambda w: [w.drafter, "--prompts", loop(w), *DECODE], 2, "loop"),
     ("prompts in a folder", decode.main, lambda w: [w.drafter, "--prompts", w.tmp, *DECODE], 2, "this is a folder"),
     # targets

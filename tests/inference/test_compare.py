@@ -101,6 +101,44 @@ def test_the_table(folder, run_main):
         word for kind in ("code", "writing", "other") for word in (kind, "τ", "×", "tokens/s")
     ]
     assert lines[2][1] == "1.00" and lines[2][3].startswith("+") and lines[2][5] == "to"
+    assert err.endswith(
+        "3 comparisons without 95 % interval: that needs 5 prompts, of speeds timed groups, in both reports\n"
+    )
+
+
+def test_several_reports_and_a_file(folder, run_main, tmp_path):
+    """Each is compared with the first one; the file has the figures of the tables."""
+    code, out, err = run(
+        run_main, *(folder / name for name in ("none", "ngram", "none")), "--json", tmp_path / "c.json"
+    )
+    assert code == 0 and [line.split()[:3] for line in out.splitlines() if "95 %" in line] == [
+        ["A", letter, letter] for letter in "BC"
+    ]
+    assert [line.partition(" on ")[0] for line in err.splitlines() if " on " in line] == [
+        "A: none",
+        "B: ngram",
+        "C: none",
+    ]
+    first, second = json.loads((tmp_path / "c.json").read_text())["compared"]
+    taus = [figures["figures"][0] for figures in (first, second)]
+    assert [(each["kind"], each["figure"], each["b"] > each["a"]) for each in taus] == [
+        (None, "τ", True),
+        (None, "τ", False),
+    ]
+    assert first["report"] == str(folder / "ngram/report.json") and taus[1]["difference"] == 0
+    assert "give at least one other report" in run(run_main, folder)[2]
+
+
+def test_too_few_for_intervals(tmp_path, run_main, run_decode):
+    """Neither the table nor the report speaks of intervals where there are none, and the page's figures say so."""
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"def f{n}(x):"}) + "\n" for n in range(4)))
+    given = f"ngram --target models/tiny-lm --prompts {tmp_path / 'p.jsonl'} --max-new-tokens 16"
+    code, _, said = run_decode(f"{given} --report {tmp_path / 'r'}")
+    few = "Ratios of tokens/s: 4 prompts in 4 groups, each decoded by all methods in turn: too few for intervals, which"
+    page = (tmp_path / "r/report.html").read_text()
+    assert code == 0 and f"{few} need 5 groups\n" in said and few in page and page.count("<b>too few</b>") == 2, said
+    code, out, err = run(run_main, tmp_path / "r", tmp_path / "r")
+    assert code == 0 and "95" not in out and "no 95 % interval: that needs 5 prompts" in err
 
 
 def changed(folder, tmp_path, **fields):
@@ -124,7 +162,7 @@ def changed(folder, tmp_path, **fields):
 )
 def test_what_differs_is_said(folder, tmp_path, run_main, fields, message):
     code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **fields))
-    assert code == 0 and message in err and err.count("\n") == 3
+    assert code == 0 and message in err and err.count("\n") == 4
     assert ("–" in out) == ("speeds are not" in message) and "+" in out
 
 
@@ -141,9 +179,9 @@ def test_other_timed_groups(folder, tmp_path, run_main, reports):
     pairs = [[n, n + 1] for n in range(0, 10, 2)]
     by_two = regrouped(reports[1], *pairs, [10], [11]) | {"batch_size": 2}  # both reports have the last two groups
     apart = regrouped(reports[1], *pairs)
-    for fields, said in ((by_two, ": batch size 1, 2\n"), (apart, ": they were not timed in the same groups\n")):
+    for fields, said in ((by_two, ": batch size 1, 2\n"), (apart, ": not timed in the same groups\n")):
         code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **fields))
-        assert code == 0 and said in err and err.count("\n") == 3
+        assert code == 0 and said in err and err.count("\n") == 4
         rows = [line.split() for line in out.splitlines()]
         assert rows[2][0] == "τ" and rows[2][3].startswith("+")
         speedup, speed = rows[3].pop(2), rows[4].pop(1)  # from rounded seconds: their last digit may be another
@@ -152,7 +190,7 @@ def test_other_timed_groups(folder, tmp_path, run_main, reports):
         assert rows[3] == ["×", "plain", "2.00", "–", "–"] and rows[4] == ["tokens/s", "100.0", "–", "–"]
     some = regrouped(reports[1], *([n] for n in range(6, 12)), [0, 1, 2], [3, 4, 5])  # the first kind's are others
     code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **some))
-    assert "warning: speeds of 6 prompts are not compared: they were not timed in the same groups\n" in err
+    assert "warning: speeds of 6 prompts not compared: not timed in the same groups\n" in err
     rows = [line.split() for line in out.splitlines()]
     assert [(row[0], row[-1] == "–") for row in rows[1:9]] == [
         *(("all", False), ("τ", False), ("×", False), ("tokens/s", False)),
@@ -171,7 +209,9 @@ def test_some_of_the_prompts(folder, tmp_path, run_main):
     report["per_prompt"]["prompt"][2:5] = ["x", "y", "z"]
     code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, per_prompt=report["per_prompt"]))
     assert (
-        code == 0 and "warning: of 12 and 12 prompts, 9 are in both; only these are compared\n" in err and "code" in out
+        code == 0
+        and "warning: of 12 and 12 prompts, 9 in both reports; only these are compared\n" in err
+        and "code" in out
     )
 
 

@@ -269,7 +269,7 @@ def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, ni
     nine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(timing, "group_prompts", lambda kinds, size: [[n] for n in range(9)])
     code, _, err = run_decode(f"{drafter} none --prompts {nine} {CHECKED} --all-nodes --report {tmp_path}")
-    assert code == 0 and ": τ of 6 prompts, the timed ones; 3 others were decoded in larger batches" in err, err
+    assert code == 0 and ": τ of 6 prompts, the timed ones, not of 3 others, decoded in larger batches" in err, err
     heads, none = reports_of(tmp_path, ("heads", "none"))
     assert (heads["counted_prompts"], heads["new_tokens"], heads["lossless"]["checked"]) == (6, 6 * 8, 9 * 8)
     assert (none["counted_prompts"], none["new_tokens"], none["lossless"]["checked"]) == (9, 9 * 8, 9 * 8)

@@ -445,6 +445,13 @@ def test_drafts_are_as_long_as_the_fastest_chain(drafter, tmp_path, run_main, de
     assert f'"num_speculative_tokens": {tokens}' in (out / "README.md").read_text()
 
 
+def test_drafters_without_weights_are_refused(refused, tmp_path):
+    for name in ("ngram", "ngram:2-10", "snapkv:256"):
+        assert "there is nothing to export; servers have" in refused(
+            export.main, name, "--to", "vllm", "--out", tmp_path
+        )
+
+
 def test_lengths_are_refused_before_the_target_is_read(drafter, heads, tmp_path, refused, monkeypatch):
     monkeypatch.setattr(export, "resolve_folder", lambda *_, **__: pytest.fail("the target was looked up"))
     for folder, tokens in ((drafter("own"), 4096), (heads("own"), 2)):

@@ -15,6 +15,7 @@ from draftsmith.inference import decode
 from draftsmith.models import precision
 from draftsmith.models.precision import Choice, choose_autocast, choose_dtype, describe, lacking, matmul_rate
 from draftsmith.models.stored import stored_dtype
+from draftsmith.models.target import load_target
 from draftsmith.train import distill, medusa
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,12 @@ def test_a_cpu(cpu, instructions, environment, has):
         half = has and stored == "bfloat16" and size > 100
         found = choose_dtype("auto", "cpu", lambda: stored, weights=size << 20)  # noqa: B023
         assert found.value == ("bfloat16" if half else "float32")
-    assert choose_dtype("auto", "cpu", lambda: "bfloat16").value == "float32", "training"
+        if has and not environment and not half:
+            assert "100 MB and more stored in bfloat16" in found.why
+    of_training = choose_dtype("auto", "cpu", lambda: "bfloat16")
+    assert of_training.value == "float32" and (
+        not has or environment or of_training.why.endswith("of training on a CPU")
+    )
     for name, value in environment.items():
         assert has or f"{name}={value} hides" in choose_autocast("auto", "cpu").why
 
@@ -231,6 +237,18 @@ def test_a_distillation_goes_on_in_the_dtype_it_began_with(tiny_lm, tmp_path, su
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
     assert manifest["decides"]["target.dtype"] == "bfloat16"
     assert "precision: float32 weights (" in succeed(distill.main, path, "--restart")
+
+
+def test_distillation_answers_in_the_dtype_of_decoding(tmp_path, monkeypatch, cpu):
+    """A large target stored in bfloat16, on a CPU with its instructions."""
+    cpu("avx512_bf16")
+    recipe = distill.DistillRecipe.model_validate(
+        {"run": {"name": "run"}, "target": {"name": str(ROOT / "models/tiny-lm")}, "data": {"seeds": [], "written": 1}}
+    )
+    for large, dtype in ((1 << 40, "float32"), (1000, "bfloat16")):
+        monkeypatch.setattr(precision, "_LARGE", large)
+        assert distill.with_dtype(recipe, tmp_path, False).target.dtype == dtype
+        assert load_target(str(ROOT / "models/tiny-lm")).dtype == getattr(torch, dtype)
 
 
 def test_one_line_of_a_decoding_command_and_one_warning(tiny_lm, tmp_path, run_main, cpu):
