@@ -33,7 +33,8 @@ MINUTES = 15  # for one command
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", metavar="DRAFTER", help="a drafter's folder")
-    parser.add_argument("--to", required=True, choices=("vllm", "sglang", "speculators", "openvino", "medusa"))
+    formats = ("vllm", "sglang", "speculators", "openvino", "medusa")
+    parser.add_argument("--to", required=True, choices=formats, help="the format, as for models/export.py")
     parser.add_argument("--target", required=True, help="its target")
     parser.add_argument("--environment", type=Path, metavar="DIR", help="the server's virtual environment")
     return parser

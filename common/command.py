@@ -49,13 +49,13 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
     """The known name that is meant by one that is not: it has that word, as ``num_heads`` has ``heads``, or nearly all
-    of its letters; None if no name is near."""
+    of its letters in their order; None if no name is near. ``cutoff``: from which ratio of difflib on it is."""
     plain = {each.strip("-").replace("-", "_"): each for each in known}
     word = name[:100].strip("-").replace("-", "_")
     found = [each for each in plain if word == each] or [each for each in plain if word in each.split("_")]
-    found = found or difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
+    found = found or difflib.get_close_matches(word, plain, n=1, cutoff=cutoff)
     return plain[found[0]] if found else None
 
 

@@ -218,7 +218,7 @@ def _nearest(schema: Schema, path: typing.Sequence[str | int]) -> str:
     meant = nearest(last, siblings)
     if meant and last not in everywhere:  # a key in another place is meant rather than one of a similar name here
         return "; nearest valid key: " + ".".join([*(str(p) for p in path[:-1]), meant])
-    if meant := nearest(last, everywhere):
+    if meant := nearest(last, everywhere, 0.85):
         return f"; nearest valid key: {everywhere[meant]}"
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
 
