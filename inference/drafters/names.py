@@ -85,6 +85,7 @@ def check_name(part: str, target: str | None = None) -> None:
             meant = nearest(kind, ("none", NGRAM, DRAFT_MODEL.rstrip(":"), *SELECTORS))
             if not meant or "/" in kind or os.path.lexists(part):
                 raise
+            meant = f"{DRAFT_MODEL}PATH" if DRAFT_MODEL.startswith(meant) else meant
             raise FileNotFoundError(f"{error}; did you mean {meant}?") from None
 
 

@@ -49,8 +49,8 @@ def forget():
 @pytest.fixture
 def folder_as_source(tmp_path, monkeypatch):
     """A package source made of a folder; a fresh cache for it."""
-    root = sources._root
-    monkeypatch.setattr(sources, "_root", lambda source: tmp_path if source == "package:toy" else root(source))
+    root = sources.root_of
+    monkeypatch.setattr(sources, "root_of", lambda source: tmp_path if source == "package:toy" else root(source))
     forget()
     yield tmp_path
     forget()

@@ -75,7 +75,7 @@ def training_module(family, target):
     if family == "ssm":
         return Ssm(Target(model_of_layers(target, [0]), None, "ssm", ""), target, None, "kl", frozen=False)
     if family == "router":
-        head = ShortlistHead(ShortlistConfig("dynaspec", 61, (30,), 0, (5,), 9, 16, 32, 32))
+        head = ShortlistHead(ShortlistConfig("dynaspec", 61, (30,), (5,), 9, 16, 32, 32))
         head.order.copy_(torch.arange(61))
         head.starts.copy_(torch.tensor([*range(9), 61]))
         return RouterTraining(head, nn.Embedding(61, 32), "mass")
