@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
-from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
 from draftsmith.inference.evaluation import timing
@@ -595,6 +595,47 @@ def test_control_c_on_a_terminal():
 
 def reports_of(folder, names):
     return [json.loads((folder / name / "report.json").read_text()) for name in names]
+
+
+def paths_of(report):
+    """The paths of a report's fields, as docs/fields.md has them: those of a kind of text as those of the report."""
+    for key, value in report.items():
+        if key in ("kinds", "baselines", "sources"):
+            place = "" if key == "kinds" else f"{key}.NAME."
+            yield from (place + path for each in value.values() for path in paths_of(each))
+        elif isinstance(value, dict) and key != "accepted_length_histogram":
+            yield from (f"{key}.{path}" for path in paths_of(value))
+        else:
+            yield key
+
+
+def test_every_field_is_in_the_table(drafter, prompts, report_of):
+    """And the table has no others, but for those of an ensemble, which none of these reports is of."""
+    page = (ROOT / "docs/fields.md").read_text()
+    tables = {
+        part.split("\n")[0].strip("`"): {
+            name for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+        }
+        for part in page.split("\n## ")[1:]
+    }
+    prompts.write_text('{"prompt": "import os", "kind": "code"}\n{"prompt": "def f(x):"}\n')
+    lines = (
+        "+ngram --baseline all --check-lossless",
+        " --mode sample --baseline none",
+        " --mode typical --baseline none",
+    )
+    found = {
+        path
+        for line in lines
+        for path in paths_of(report_of(f"{drafter}{line} --prompts {prompts} --max-new-tokens 4")[0])
+    }
+    assert {name for name in tables.pop("report.json") if not name.startswith("ssm.")} == found - {"lossless"} | {
+        "kinds"
+    }
+    classes = {"Request": Request, "Sampling": Sampling, "Generation": Generation}
+    own = {name: {field.name for field in fields(each)} for name, each in classes.items()}
+    own["Generation"].add("text")
+    assert tables == own
 
 
 def test_two_drafters_two_reports(run_decode, drafter, target, prompts, tmp_path):
