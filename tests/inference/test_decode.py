@@ -546,8 +546,8 @@ def test_a_stop_string_and_a_system_message(talk, run_decode, drafter, target, p
     for given, message in ((b"\n", "--prompt -: standard input is empty"), (b"\xff", "--prompt: not UTF-8 text")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         assert message in error_of(run_decode(f"{drafter} --prompt -"))
-    said = error_of(run_decode(f"none --target {plain_target} --prompt x --system y"))
-    assert said.startswith("--system: target '") and "has no chat template" in said
+    err = error_of(run_decode(f"none --target {plain_target} --prompt x --system y"))
+    assert err.startswith("--system: target '") and "has no chat template" in err
     line = f"none --target {target.name} --prompts {prompts} --first 1 --live --max-new-tokens 30"
     _, live, _ = run_decode(line)
     stop = live[2:5]
