@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
+from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
 from draftsmith.data.formats import Message
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
@@ -354,7 +354,7 @@ def main() -> None:
         plain = SpeculativeDecoder(target, lean=lean)
 
         def answers(asked: list[Prompt]) -> list[str]:
-            console.print(f"answering {len(asked)} prompts, which later turns follow", markup=False)
+            console.print(f"answering {counted(len(asked), 'prompt')}, which later turns follow", markup=False)
             found = plain.generate(encode_prompts(asked, target), args.max_new_tokens, batch_size=args.batch_size)
             return [answer_text(target, result.tokens) for result in found]
 

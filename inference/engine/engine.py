@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.common.command import counted
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import check_same_bits, engine_attention, find_lean
 from draftsmith.inference.engine.step import Observe, ReadCommitted, Step, capacity_for, on_device, static_by_default
@@ -188,7 +189,8 @@ class SpeculativeDecoder:
         else:
             raise ValueError(f"sampling is of type {type(sampling).__name__}; give a Sampling, or one for each prompt")
         if len(samplings) != len(prompts):
-            raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; give one, or one for each")
+            given = f"{counted(len(samplings), 'sampling')} for {counted(len(prompts), 'prompt')}"
+            raise ValueError(f"{given}; give one, or one for each")
         requests = [
             Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings, max_draft_nodes)
             for prompt, parameters in zip(prompts, samplings, strict=True)

@@ -216,7 +216,7 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches)
     assert report["speedup"] == pytest.approx(report["tokens_per_second"] / plain["tokens_per_second"], rel=1e-2)
     low, high = plain["speedup_vs_transformers_interval"]
     assert low <= plain["speedup_vs_transformers"] <= high
-    said = "3 prompts that were not timed, and 3 without the drafter to compare (up to 8 tokens each): at most about "
+    said = "3 prompts not timed, and 3 without the drafter to compare (up to 8 tokens each): at most about "
     assert err.count(" here, judged from the first prompt") == err.count(said) == 1
     assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
 
