@@ -12,17 +12,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+    from draftsmith.inference.engine.text import TextStream
     from draftsmith.inference.evaluation.timing import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
 
 __version__ = "0.1.0"
-__all__ = ["SpeculativeDecoder", "Request", "Generation", "Sampling", "evaluate", "load_drafter", "load_target"]
+__all__ = [
+    "SpeculativeDecoder",
+    "Request",
+    "Generation",
+    "TextStream",
+    "Sampling",
+    "evaluate",
+    "load_drafter",
+    "load_target",
+]
 
 _MODULES = {
     "SpeculativeDecoder": "inference.engine.engine",
     "Request": "inference.engine.engine",
     "Generation": "inference.engine.engine",
+    "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
     "evaluate": "inference.evaluation.timing",
     "load_drafter": "inference.drafters.load",

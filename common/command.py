@@ -61,7 +61,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
 
 def counted(number: int, noun: str) -> str:
     """``1 prompt``, ``2,000 prompts``: a count with its noun, which is given in the singular."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def _describe_os_error(error: OSError, resumable: bool) -> str:

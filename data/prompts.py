@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from draftsmith.common.command import CommandLine, run_command, slow_imports
+from draftsmith.common.command import CommandLine, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, write_text
 from draftsmith.data import evaluation, sources
 from draftsmith.models.stored import known_folder
@@ -153,8 +153,8 @@ def prompts(
                 result.append(Prompt(text, module.path, list(ids)))
     if len(result) < count:
         raise ValueError(
-            f"source '{source}' split '{split}' gives only {len(result)} prompts of {prompt_tokens} tokens, from "
-            f"{len(modules)} modules; {count} are needed. Cut fewer or shorter ones"
+            f"source '{source}' split '{split}' gives only {counted(len(result), 'prompt')} of {prompt_tokens} tokens, "
+            f"from {counted(len(modules), 'module')}; {count} are needed. Cut fewer or shorter ones"
         )
     return result
 
@@ -245,7 +245,8 @@ def main() -> None:
     length = args.prompt_tokens or 96
     cut = prompts(source, args.split or "test", args.count, length, _tokenizer(args.tokenizer), args.seed)
     write(args.out, cut)
-    print(f"{args.out}: {len(cut)} prompts of {length} tokens from {len({p.source for p in cut})} modules")
+    modules = counted(len({p.source for p in cut}), "module")
+    print(f"{args.out}: {counted(len(cut), 'prompt')} of {length} tokens from {modules}")
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.drafters.names import check_names, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -77,12 +77,14 @@ def parser() -> argparse.ArgumentParser:
         "about as long at most",
     )
     target_options(parser)
+    parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
     return parser
 
 
 if __name__ == "__main__":
     before_imports(parser(), lambda args: (check_names([args.drafter], args.target), check_prompts(args.prompts)))
 
+import torch
 from filelock import Timeout
 from safetensors.torch import load_file
 from torch import Tensor
@@ -613,6 +615,7 @@ def main() -> None:
     if args.at_load and args.nodes:
         raise ValueError("--at-load leaves the number of nodes to each machine; leave out --nodes")
     check_counts(nodes=args.nodes, max_new_tokens=args.max_new_tokens)
+    check_threads(args.threads)
     if args.nodes is not None and args.nodes > MAX_NODES:
         raise ValueError(f"--nodes {args.nodes}: must be at most {MAX_NODES}")
     if not 0 < args.seconds < math.inf:
@@ -620,6 +623,7 @@ def main() -> None:
     given = read_prompts(args.prompts) if args.prompts else []
     options = target_arguments(args)
     lean = DECODERS[args.decoder]
+    torch.set_num_threads(args.threads or available_cores())  # as decode.py
     folders = [part for part in parts_of(args.drafter) if has_folder(part)]
     if len(folders) > 1:
         raise ValueError(f"'{args.drafter}' has {len(folders)} drafter folders; calibrate each by itself")

@@ -22,14 +22,16 @@ input.
 """
 
 import argparse
+import re
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import CommandLine, available_cores, run_command, slow_imports
+from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
+from draftsmith.data.formats import Message
 from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
@@ -47,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
         help="a run folder, a Hub id, none, ngram, draft_model:PATH, snapkv:K, or several joined by +",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", help="one prompt; the text is printed as it is decoded")
+    what.add_argument(
+        "--prompt", metavar="TEXT|-", help="one prompt; its answer is printed as it is decoded; -: read standard input"
+    )
     what.add_argument(
         "--prompts",
         type=Path,
@@ -68,6 +72,17 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="--prompt and --interactive are texts to continue; without it, messages for the target's chat template "
         "where it has one",
+    )
+    parser.add_argument(
+        "--system",
+        metavar="TEXT|-",
+        help="a system message before that of --prompt, or before a conversation; -: read standard input",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end an answer of --prompt, --interactive or --live before this text; repeat it for several",
     )
     parser.add_argument(
         "--mode",
@@ -209,14 +224,50 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--answers is for --prompts without --live")
     if args.answers and args.batch_size > 1:
         raise ValueError(f"--answers has times of one text at a time; leave out --batch-size {args.batch_size}")
-    if args.prompt == "":
-        raise ValueError("--prompt: the text is empty; give it at least one character")
+    for name in ("prompt", "system"):
+        if getattr(args, name) == "":
+            raise ValueError(f"--{name}: the text is empty; give it at least one character")
+    if args.stop and ((args.prompts and not args.live) or measured):
+        raise ValueError(
+            "--stop is for --prompt, --interactive and --live, which measure nothing: baselines and --check-lossless "
+            "do not stop there; leave it out"
+        )
+    if "" in (args.stop or ()):
+        raise ValueError("--stop: the text is empty and would end every answer; leave it out")
+    if args.system is not None and (args.prompts or args.raw):
+        other = "--raw has no messages" if args.raw else '--prompts have theirs in {"messages": …}'
+        raise ValueError(f"--system is for messages of --prompt and --interactive, and {other}; leave it out")
+    if args.system == "-" and (args.interactive or args.prompt == "-"):
+        other = "--interactive" if args.interactive else "--prompt -"
+        raise ValueError(f"--system -: {other} reads standard input; give the text")
     if args.raw and args.prompts:
         raise ValueError('--raw is for --prompt and --interactive; of --prompts, lines of {"prompt": …} are raw text')
     check_folder("--report", args.report, {"report.json": "drafter"})
     for file in answer_files(args):
         check_file("--answers", file, ".jsonl")
     check_names(args.drafters or ["none"], args.target)
+
+
+def read_standard_input(args: argparse.Namespace) -> None:
+    """Put what standard input has, without a last line end, in place of the ``-`` of --prompt or --system.
+
+    Raises:
+        ValueError: it is closed, empty or not UTF-8 text; or an argument is not.
+    """
+    for name in ("prompt", "system"):
+        text = getattr(args, name)
+        try:
+            if text == "-":
+                if sys.stdin is None:
+                    raise ValueError(f"--{name} - reads standard input, which is closed; give the text")
+                text = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
+                if not text:
+                    raise ValueError(f"--{name} -: standard input is empty")
+                setattr(args, name, text)
+            elif text:
+                text.encode()
+        except UnicodeError:
+            raise ValueError(f"--{name}: not UTF-8 text") from None
 
 
 def answer_files(args: argparse.Namespace) -> list[Path]:
@@ -231,11 +282,7 @@ def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
     given = read_sets(args.prompts or [], args.first)
-    if args.prompt is not None:
-        try:
-            args.prompt.encode()
-        except UnicodeEncodeError:
-            raise ValueError("--prompt: not UTF-8 text") from None
+    read_standard_input(args)
 
     with slow_imports():
         import torch
@@ -259,13 +306,21 @@ def main() -> None:
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]
 
+    system: list[Message] = [] if args.system is None else [{"role": "system", "content": args.system}]
+
     def given_to(target: Target) -> list[Prompt]:
         if args.prompt is None:
             return given
-        chat = target.tokenizer and target.tokenizer.chat_template and not args.raw
-        return [Prompt([{"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
+        chat = has_template(target) and not args.raw
+        return [Prompt([*system, {"role": "user", "content": args.prompt}] if chat else args.prompt, "--prompt")]
 
-    asked = given or ([Prompt(args.prompt)] if args.prompt is not None else [])
+    def has_template(target: Target) -> bool:
+        found = bool(target.tokenizer and target.tokenizer.chat_template)
+        if system and not found:
+            raise ValueError(f"--system: target '{target.name}' has no chat template; leave it out")
+        return found
+
+    asked = given or ([Prompt((args.system or "") + args.prompt)] if args.prompt is not None else [])
     if asked and (name := args.target or target_name(args.drafters)):
         longest = partial(longest_text, name, asked, args.max_new_tokens)
         check_memory(name, args.drafters, longest, min(args.batch_size, len(asked)), options)
@@ -286,17 +341,20 @@ def main() -> None:
 
     def options_of(prompt: list[int]) -> dict[str, Any]:
         own = engine_options(args.mode, sampling, [prompt])
-        return {"max_new_tokens": args.max_new_tokens, "max_draft_nodes": args.max_draft_nodes, **own}
+        stops = {"stop_strings": args.stop} if args.stop else {}
+        return {"max_new_tokens": args.max_new_tokens, "max_draft_nodes": args.max_draft_nodes, **stops, **own}
 
     if args.interactive:
-        return interact(first, args.drafters[0], options_of, raw=args.raw)
+        if system and has_template(target):  # whose template has to take it
+            encode_prompts([Prompt([*system, {"role": "user", "content": "x"}], "--system")], target, say)
+        return interact(first, args.drafters[0], options_of, raw=args.raw, system=system)
     given = given_to(target)
     prompts = encode_prompts(given, target, say)
     if any(prompt.later for prompt in given) and not args.live:
         plain = SpeculativeDecoder(target, lean=lean)
 
         def answers(asked: list[Prompt]) -> list[str]:
-            console.print(f"answering {len(asked)} prompts, which later turns follow", markup=False)
+            console.print(f"answering {counted(len(asked), 'prompt')}, which later turns follow", markup=False)
             found = plain.generate(encode_prompts(asked, target), args.max_new_tokens, batch_size=args.batch_size)
             return [answer_text(target, result.tokens) for result in found]
 

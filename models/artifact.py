@@ -27,7 +27,7 @@ from draftsmith import __version__
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
-from draftsmith.models.card import MEASURED, measured, named
+from draftsmith.models.card import MEASURED, measured, named, table_of
 from draftsmith.models.precision import say
 from draftsmith.models.stored import (
     check_safetensors,
@@ -151,7 +151,7 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
     """The model card: the drafter, its target, how to run it, what was measured and how it was trained."""
     fields = {key: value for key, value in {**shape, **facts}.items() if not isinstance(value, dict)}
     elsewhere = {"command", "licence", *MEASURED}
-    rows = "\n".join(f"| {key} | {value} |" for key, value in fields.items() if key not in elsewhere)
+    table = table_of({key: value for key, value in fields.items() if key not in elsewhere})
     base = str(facts.get("target_fingerprint") or target.fingerprint)  # as it was, without an adapter
     whose, licence = named(target.name, base, str(target.describe().get("model_type"))), facts.get("licence")
     name = folder.resolve().name
@@ -191,9 +191,7 @@ not found, give it by `--target {whose.argument}`.
 
 ## {"Import" if "imported_from" in facts else "Training"}
 
-| field | value |
-|---|---|
-{rows}
+{table}
 """
 
 

@@ -45,6 +45,9 @@ MEASURED = {  # fields of provenance.json
     "perplexity": "perplexity of the trained target",
 }
 
+# Of provenance.json, in the card of an exported drafter.
+TRAINING = ("data", "data_labels", "labels_seen", "steps", "sequences_per_step", "optimizer", "learning_rate", "date")
+
 
 @dataclass(frozen=True)
 class Named:
@@ -134,6 +137,25 @@ def stated_licence(name: str) -> str | None:
         return None
     licence = fields.get("license") if isinstance(fields, dict) else None
     return licence if isinstance(licence, str) and re.fullmatch(r"[\w.+-]+", licence) else None
+
+
+def table_of(facts: Mapping[str, Any]) -> str:
+    """A table of the facts that are known."""
+    rows = [f"| {name} | {text} |" for name, value in facts.items() if (text := as_text(value))]
+    return "\n".join(["| field | value |", "|---|---|", *rows])
+
+
+def as_text(value: Any) -> str:
+    """A fact as a card has it: a list by semicolons, a number with its thousands, a path of this machine by its name;
+    empty if it is unknown."""
+    if isinstance(value, (list, tuple)):
+        return "; ".join(as_text(each) or "unknown" for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    text = "" if value is None else str(value)
+    return text.rpartition("/")[2] if text.startswith(("/", "~")) else text
 
 
 def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own
+from draftsmith.models.precision import DTYPES
 from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf")
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         help="length of an EAGLE drafter's drafts, in speculators' config and in the card's commands (default: that of "
         f"the fastest chain that calibration found, else {TOKENS})",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of all weights that are written (default: the drafter's own; what is the target's in float32 where "
+        "that loses digits)",
+    )
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="upload the folder")
     parser.add_argument("--private", action="store_true", help="as a private repository, if it is created")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the target")
@@ -69,7 +76,7 @@ def check(args: argparse.Namespace) -> None:
     if args.to == "hf":
         if args.out is not None or args.push_to_hub is None:
             raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
-        for name in ("target", "served_target", "speculative_tokens"):
+        for name in ("target", "served_target", "speculative_tokens", "dtype"):
             if (value := getattr(args, name)) is not None:
                 option = f"--{name.replace('_', '-')} {value}"
                 raise ValueError(f"{option}: --to hf uploads the run's folder as it is; leave it out")
@@ -119,14 +126,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
-from draftsmith.models.artifact import TEMPLATE, check_target, provenance, push, read_drafter
-from draftsmith.models.card import is_hub_id, measured, named, served_name, with_measured
+from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, provenance, push, read_drafter
+from draftsmith.models.card import TRAINING, is_hub_id, measured, named, served_name, table_of, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
 from draftsmith.models.formats import PUBLISHED_MEDUSA, WEIGHTS, NoPlace, Source, check_form, written
 from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.precision import DTYPES
 from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.stored import difference as fingerprints_differ
 from draftsmith.models.stored import fingerprint as stored_fingerprint
@@ -180,15 +186,25 @@ def fastest_chain(folder: Path) -> int:
 
 
 def open_source(
-    name: str, to: str, target_name: str | None = None, trust_remote_code: bool = False, tokens: int | None = None
+    name: str,
+    to: str,
+    target_name: str | None = None,
+    trust_remote_code: bool = False,
+    tokens: int | None = None,
+    dtype: str | None = None,
 ) -> Source:
     """Read a drafter, and of its target what the format needs.
     ``target_name``: folder or Hub id; what the drafter's config says if left out. ``tokens``: of a draft, if asked for.
+    ``dtype``: of what is written; the drafter's own if left out.
     Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, or they do not belong together.
     NoPlace, a ValueError: the format has no place for such a drafter."""
     folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
+    if dtype is not None:
+        weights = in_dtype(weights, dtype)
+        if lost := [part for part, weight in weights.items() if not weight.isfinite().all()]:
+            raise ValueError(f"{folder}: '{lost[0]}' has numbers that {dtype} cannot hold; leave out --dtype {dtype}")
     kind = config["drafter_type"]
     if kind not in ("eagle", "medusa"):
         instead = "EAGLE drafters and Medusa heads are"
@@ -236,10 +252,9 @@ def open_source(
         if not needed:
             _check_weights(folder, stored, fingerprint, trained_for, name)
             return Source(drafter, weights, name, target_config, None, folder, fingerprint)
-    dtype = stored_dtype(stored)
-    target = load_target(
-        name, revision=revision, dtype=dtype if dtype in DTYPES else "float32", trust_remote_code=trust_remote_code
-    )
+    if dtype is None:
+        dtype = found if (found := stored_dtype(stored)) in DTYPES else "float32"
+    target = load_target(name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
     check_target(folder, config, target)
     if config["target"].get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
@@ -380,6 +395,13 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
     made, origin = "Trained and exported by draftsmith", facts.get("imported_from")
     if origin:
         made = f"Imported by draftsmith from `{origin}`, which was published elsewhere, and exported again"
+    trained_by = ""
+    if known := {name: facts[name] for name in TRAINING if facts.get("data") and name in facts}:
+        trained_by = f"""
+## Training
+
+{table_of(known)}
+"""
     served = served_name(source.target_name, source.fingerprint, served_target)
     if to in ("speculators", "medusa") and Path(served).is_absolute():
         field = "speculators_config.verifier.name_or_path" if to == "speculators" else "base_model_name_or_path"
@@ -400,7 +422,7 @@ With this folder's path or Hub id in place of DRAFTER:
 Logits computed from these files were compared with the drafter's own; `provenance.json` has the largest difference.
 
 {whose.licensed(licence)}
-
+{trained_by}
 ## Measured
 
 {where}
@@ -434,7 +456,9 @@ def main() -> None:
     check(args)
     if args.to == "hf":
         return publish(args.drafter, args.push_to_hub, args.private)
-    source = open_source(args.drafter, args.to, args.target, args.trust_remote_code, tokens=args.speculative_tokens)
+    source = open_source(
+        args.drafter, args.to, args.target, args.trust_remote_code, tokens=args.speculative_tokens, dtype=args.dtype
+    )
     tokens = args.speculative_tokens or fastest_chain(source.folder)
     check_folder("--out", args.out)
     facts = {

@@ -200,13 +200,13 @@ def test_from_a_model_of_your_own_to_a_server(folder):
 
 
 def test_the_example_of_requests(tmp_path, monkeypatch, capsys):
-    """That of docs/decoding.md, where there is a drafter ``runs/mine`` for the bundled target."""
+    """Those of docs/decoding.md, where there is a drafter ``runs/mine`` for the bundled target."""
     target = load_target("models/tiny-lm")
     heads = MedusaHeads.for_target(target, 2, 1, "shared")
     write_drafter(tmp_path / "runs/mine", "medusa", heads.config.to_dict(), heads.state_dict(), target, {})
     (tmp_path / "runs/mine/tree.json").write_text('{"paths": [[0], [0, 0]]}')
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("docs/decoding.md", "python")
+    example, streaming = blocks("docs/decoding.md", "python")
     names = {}
     exec(example, names)
     said = capsys.readouterr().out
@@ -216,6 +216,9 @@ def test_the_example_of_requests(tmp_path, monkeypatch, capsys):
     assert all(1 <= len(tokens) <= 64 for tokens in committed.values()), "tokens are printed as they come"
     for tokens in committed.values():
         assert answer_text(names["target"], tokens) in said
+    exec(streaming, names)
+    said, result = capsys.readouterr().out, names["streamed"]
+    assert said == result.text + "\n" and result.finish_reason == "stop" and len(said) > 20
 
 
 def test_the_example_of_a_server(monkeypatch, capsys):

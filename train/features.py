@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from draftsmith.common.command import counted
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
@@ -52,7 +53,7 @@ def hidden_states(
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed *= 1 if stored else processes
     what = f"{shape[0]:,} rows × {shape[1]:,} tokens × {shape[2]:,} take {needed / 1e9:.2f} GB"
-    where = f"on disk in {stored.parent}" if stored else f"of memory for {processes} process(es)"
+    where = f"on disk in {stored.parent}" if stored else f"of memory for {counted(processes, 'process')}"
     done = torch.zeros(-(-shape[0] // batch_size), dtype=torch.uint8)  # by batch
     if stored:
         request: dict[str, Any] = {"target": target.fingerprint, "rows": rows.samples.sha256(), "share": rows.share}

@@ -9,7 +9,7 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 from functools import partial
 from typing import Any, ClassVar
 
-from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
@@ -203,7 +203,7 @@ def train(run: Run[LmRecipe]) -> None:
         loop.checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in model.parameters())
-    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {run.accelerator.num_processes} process(es)")
+    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
     validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
     validation = validation[: recipe.evaluate.sequences]
     measure = partial(evaluate, validation, run.accelerator.device)

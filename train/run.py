@@ -336,6 +336,10 @@ class Run(RunState[R]):
         t = recipe.target
         own = {"target_fingerprint": self.fingerprint, "dtype": t.dtype, "init_from": recipe.init_from}
         own |= {"licence": recipe.export.licence}
+        own |= {"data": [source.label for source in recipe.data.train], "max_length": recipe.data.max_length}
+        own |= {"sequences_per_step": [stage.batch.sequences for stage in recipe.stages]}  # by stage, as the next two
+        own |= {"optimizer": [stage.optim.name for stage in recipe.stages]}
+        own |= {"learning_rate": [stage.optim.lr for stage in recipe.stages]}
         own |= {"data_labels": self.data_labels}  # tokens that training predicts, by source
         # The same, those of a row again each time it came; time of the steps, without evaluations.
         seconds = round(self.seconds, 1) if math.isfinite(self.seconds) else None

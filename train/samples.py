@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor, nn
 
+from draftsmith.common.command import counted
 from draftsmith.common.files import locked, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Source
@@ -162,7 +163,7 @@ def answered(source: Source, target: Target, seed: int, folder: Path, template: 
                 console.print(target.end_warning, style="yellow")
             split = cast(sources.Split, source.split)
             found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
-            what = f"the target answers {len(found)} prompts from {source.source} ({split})"
+            what = f"the target answers {counted(len(found), 'prompt')} from {source.source} ({split})"
             with ProgressBar(what, len(found), console) as bar:
                 rows = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
             checkpoint.write_tensors(folder, rows)

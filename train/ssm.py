@@ -15,7 +15,7 @@ B batch, T tokens, P positions, d hidden width, S draft vocabulary, n SSMs.
 import copy
 from typing import Any
 
-from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
@@ -198,7 +198,7 @@ def train(run: Run[SsmRecipe]) -> None:
     ssms, ranks, prompts = list[Target](), list[Tensor](), list[int]()
     for number, stage in enumerate(recipe.stages):
         chosen, weights, left = rows_of_round(run, rows, number, len(recipe.stages), ssms, ids, recipe.boost)
-        console.print(f"{part_name(number)}: {left:,} prompts")
+        console.print(f"{part_name(number)}: {counted(left, 'prompt')}")
         if ssms and left < recipe.boost.min_prompts:
             console.print(f"  fewer than boost.min_prompts={recipe.boost.min_prompts}: the ensemble ends here")
             break

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import Factor, Source, Tokens
@@ -68,7 +69,9 @@ def write_continuations(
     split = cast(sources.Split, source.split)
     found = prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
     target = Target(copy.deepcopy(model).eval(), tokenizer, "the model in training", "")
-    with ProgressBar(f"the model continues {len(found)} prompts from {source.source}", len(found), console) as bar:
+    with ProgressBar(
+        f"the model continues {counted(len(found), 'prompt')} from {source.source}", len(found), console
+    ) as bar:
         rows = answer(target, [p.tokens for p in found], wanted.new_tokens, wanted.batch_size, bar)
     again = repeated(rows["tokens"], rows["supervised"], ask.ngram)
     console.print(f"  {float(again.sum() / rows['supervised'].sum()):.0%} of it repeats {ask.ngram}-grams")

@@ -14,7 +14,7 @@ from draftsmith.data.formats import Message
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.commands.terminal import console, end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.engine.text import TextStream, answer_text, answer_tokens, visible
+from draftsmith.inference.engine.text import TextStream, visible
 
 Options = Callable[[list[int]], dict[str, Any]]  # prompt → the arguments of SpeculativeDecoder.generate beside it
 WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
@@ -51,13 +51,14 @@ def stream(
     decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
 ) -> tuple[Generation, float]:
     """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes, without its stop
-    token's, and a line of statistics to stderr. ``stopped`` is asked after each step; the answer ends there once it
-    returns True.
+    token's or stop string, and a line of statistics to stderr. ``stopped`` is asked after each step; the answer ends
+    there once it returns True.
 
     Returns:
         The result, and the seconds it took.
     """
-    text, result, written = TextStream(decoder.target.tokenizer), Generation(), ""
+    target, result, written = decoder.target, Generation(), ""
+    text = TextStream(target.tokenizer, options.get("stop_strings", ()), target.stop_ids)
 
     def write(piece: str, drafted: int) -> None:
         nonlocal written
@@ -69,8 +70,7 @@ def stream(
     def show(_: int, so_far: Generation) -> None:
         nonlocal result, shown
         result = so_far
-        tokens = answer_tokens(decoder.target, result.tokens)
-        for token, drafted_by in zip(tokens[shown:], result.drafted_by[shown:], strict=False):
+        for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=False):
             write(text.add([token]), drafted_by)
         shown = len(result.tokens)
         if stopped and stopped():
@@ -151,17 +151,20 @@ def read_line() -> str | None:
     return line
 
 
-def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: bool) -> None:
+def interact(
+    decoder: SpeculativeDecoder, name: str, options: Options, *, raw: bool, system: Sequence[Message] = ()
+) -> None:
     """Answer lines from stdin until ``/exit``, the end of the input, or Ctrl-C between answers.
 
     With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
-    without one, or with ``raw``, each line is a text of its own that the target continues.
+    without one, or with ``raw``, each line is a text of its own that the target continues. ``system``: the messages
+    that a conversation begins with.
     """
     target = decoder.target
     tokenizer = target.tokenizer
     assert tokenizer is not None
     is_chat = bool(tokenizer.chat_template) and not raw
-    chat: list[Message] = []
+    chat: list[Message] = [*system]
     why = "--raw" if raw else "the target has no chat template"
     chat_start = f"A conversation with {target.name}; /help lists the commands"
     start = chat_start if is_chat else f"Each line is continued by itself ({why}); {_HELP_RAW}"
@@ -181,7 +184,7 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
                 console.print(_HELP if is_chat else _HELP_RAW, markup=False)
                 continue
             if asked == "/reset" and is_chat:
-                chat = []
+                chat = [*system]
                 console.print("a new conversation begins", markup=False)
                 continue
             if not line:
@@ -194,8 +197,9 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
             messages: list[Message] = [*chat, {"role": "user", "content": line}]
             prompt = encode_prompt(messages if is_chat else line, tokenizer)
             if len(prompt) >= target.context:
-                what = f"{'with it the conversation' if chat else 'it'} has {len(prompt)} tokens"
-                advice = "/reset begins a new conversation" if chat else "shorten it"
+                begun = len(chat) > len(system)
+                what = f"{'with it the conversation' if begun else 'it'} has {len(prompt)} tokens"
+                advice = "/reset begins a new conversation" if begun else "shorten it"
                 raise ValueError(
                     f"this line was not sent: {what}, and the target's context of {target.context} has to hold the "
                     f"answer, too; {advice}"
@@ -211,4 +215,4 @@ def interact(decoder: SpeculativeDecoder, name: str, options: Options, *, raw: b
         with _first_interrupt() as stopped:
             result, _ = stream(decoder, prompt, options(prompt), stopped)
         if is_chat:
-            chat = [*messages, {"role": "assistant", "content": answer_text(target, result.tokens)}]
+            chat = [*messages, {"role": "assistant", "content": result.text}]

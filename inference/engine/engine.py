@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from draftsmith.common.command import counted
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import check_same_bits, engine_attention, find_lean
 from draftsmith.inference.engine.step import Observe, ReadCommitted, Step, capacity_for, on_device, static_by_default
-from draftsmith.inference.engine.text import answer_text, stop_string_end
+from draftsmith.inference.engine.text import TextStream, answer_tokens, stop_string_end
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import MODES, Mode
 from draftsmith.kernels.backend import same_bits
@@ -95,8 +96,8 @@ class Generation:
         if self.source is None or self.source[0].tokenizer is None:
             raise ValueError("the target has no tokenizer, which a text needs; take result.tokens")
         target, strings = self.source
-        text = answer_text(target, self.tokens)
-        return text[: min((text.find(string) for string in strings if string in text), default=len(text))]
+        stream = TextStream(target.tokenizer, strings)
+        return stream.add(answer_tokens(target, self.tokens)) + stream.end()
 
 
 class SpeculativeDecoder:
@@ -188,7 +189,8 @@ class SpeculativeDecoder:
         else:
             raise ValueError(f"sampling is of type {type(sampling).__name__}; give a Sampling, or one for each prompt")
         if len(samplings) != len(prompts):
-            raise ValueError(f"{len(samplings)} samplings for {len(prompts)} prompts; give one, or one for each")
+            given = f"{counted(len(samplings), 'sampling')} for {counted(len(prompts), 'prompt')}"
+            raise ValueError(f"{given}; give one, or one for each")
         requests = [
             Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings, max_draft_nodes)
             for prompt, parameters in zip(prompts, samplings, strict=True)

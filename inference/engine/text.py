@@ -1,7 +1,7 @@
 """Tokens to text, piece by piece: a streamed answer is the text that the tokenizer makes of all its tokens."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,28 +48,38 @@ def _is_byte(tokenizer: Any, token: int) -> bool:
 
 class TextStream:
     """The text of a growing answer: what :meth:`add` and :meth:`end` return, joined, is :func:`decode_text` of all its
-    tokens.
+    tokens, up to a stop string.
+
+    Args:
+        stop_strings: the text ends before the first of them that is complete, and ``stopped`` is then True.
+        stop_ids: tokens that leave no text, as special ones do.
 
     Only a window of the last tokens is decoded again, so that a token costs the same wherever it stands. Held back is
     what later tokens may change:
 
     - the last character if it is U+FFFD: it may be the beginning of a character of several bytes;
-    - a run of byte-fallback tokens: its bytes become characters together, or none of them does.
+    - a run of byte-fallback tokens: its bytes become characters together, or none of them does;
+    - the beginning of a stop string.
 
     Text that has left the window does not change the rest: a window that begins in the middle of a character decodes
     as the whole does after at most three bytes, and a leading space is dropped only from the window's first token,
     whose text was returned before.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), stop_ids: Collection[int] = ()) -> None:
+        if isinstance(stop_strings, str) or "" in stop_strings:
+            raise ValueError(f"stop_strings {stop_strings!r}: must be a list of texts, none of them empty")
+        self.stopped = False
         self._tokenizer = tokenizer
+        self._strings = stop_strings
+        self._held = ""  # settled text that may begin a stop string
         self._window: list[int] = []
         self._returned = 0  # characters of the window's text
         self._in_bytes = False  # the last token belongs to a run of byte-fallback tokens
-        self._kinds: dict[int, str] = {}
+        self._kinds = dict.fromkeys(stop_ids, "none")
 
     def _kind(self, token: int) -> str:
-        """``byte``, ``text``, or ``none``: special, or an id that the tokenizer does not know."""
+        """``byte``, ``text``, or ``none``: special, a stop id, or an id that the tokenizer does not know."""
         if token not in self._kinds:
             name = self._tokenizer.convert_ids_to_tokens(token)
             whole = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -81,6 +91,9 @@ class TextStream:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these further tokens settle; empty if none."""
+        return self._cut(self._settled(tokens))
+
+    def _settled(self, tokens: Sequence[int]) -> str:
         for token in tokens:
             kind = self._kind(token)
             if kind != "none":  # special tokens leave no trace, also not between the bytes of a run
@@ -102,7 +115,17 @@ class TextStream:
         text = decode_text(self._tokenizer, self._window)
         new = text[self._returned :]
         self._returned = len(text)
-        return new
+        return self._cut(new, last=True)
+
+    def _cut(self, new: str, last: bool = False) -> str:
+        """Further text up to a stop string, without an end that may begin one, unless it is the ``last``."""
+        text = self._held + new
+        found = [(at + len(string), at) for string in self._strings if (at := text.find(string)) >= 0]
+        begun = [n for string in self._strings for n in range(1, len(string)) if text.endswith(string[:n])]
+        end = min(found)[1] if found else len(text) - (0 if last else max(begun, default=0))
+        text, self._held = text[: 0 if self.stopped else end], text[end:]
+        self.stopped = self.stopped or bool(found)
+        return text
 
 
 def visible(text: str) -> str:

@@ -454,7 +454,7 @@ def evaluate(
         seconds_left = sum(timed[name].seconds_per_prompt for name in names) * len(untimed)
         seconds_left += _plain_seconds(timed, names) * len(without_reference)
         what = (
-            f"{len(untimed)} prompts that were not timed, and {len(without_reference)} without the drafter to compare "
+            f"{counted(len(untimed), 'prompt')} not timed, and {len(without_reference)} without the drafter to compare "
             f"(up to {max_new_tokens:,} tokens each)"
         )
         console.print(f"decoding {what}: at most about {format_duration(seconds_left)} here", markup=False)

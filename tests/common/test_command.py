@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.common.command import CommandLine, first_line, interruptible, recipe_parser, run_command
+from draftsmith.common.command import CommandLine, counted, first_line, interruptible, recipe_parser, run_command
 from draftsmith.common.progress import ProgressBar
 from draftsmith.train import dry_run, loop, track
 
@@ -245,3 +245,8 @@ def test_options_that_are_fields_of_a_recipe(words, said, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         recipe_parser("", "r.yaml", "a.b=1", "tiny").parse_intermixed_args()
     assert said in capsys.readouterr().err
+
+
+def test_counts_with_their_nouns():
+    found = [counted(1, "prompt"), counted(0, "prompt"), counted(2000, "process"), counted(1, "process")]
+    assert found == ["1 prompt", "0 prompts", "2,000 processes", "1 process"]

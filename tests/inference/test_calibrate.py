@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tiny_models import noisy_heads
 
 from draftsmith.common import progress
+from draftsmith.common.command import available_cores
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
@@ -356,6 +357,12 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
     assert code == 0 and re.fullmatch(
         r"a plain step: [\d.]+ ms; times that by nodes: 1: 1.00(, \d+: [\d.]+)+\n", out
     ), err
+    set_to: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", set_to.append)
+        for options in (["--threads", 1], []):
+            run_main(calibrate.main, "ngram", "--target", tiny_lm, *options)
+    assert set_to == [1, available_cores()]
     for option in (["--at-load"], ["--nodes", 4], ["--prompts", prompts]):
         code, out, err = run_main(calibrate.main, "ngram", "--target", tiny_lm, *option)
         assert code == 2 and not out and f"leave out {option[0]}" in err, err
@@ -505,6 +512,7 @@ def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
         (f"--prompts {empty}", f"{empty}: holds no prompt"),
         ("--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
         ("--device cudda", "device 'cudda'"),
+        ("--threads 0", "--threads 0: must be at least 1"),
         ("--nodes 4097", "--nodes 4097: must be at most 4096"),
         *((f"--nodes {nodes}", f"--nodes {nodes}: {few}") for nodes in (1, 0, -3)),
         ("", f"{folder}: holds no held-out rows"),

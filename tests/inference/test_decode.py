@@ -9,6 +9,7 @@ import os
 import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -215,7 +216,7 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches)
     assert report["speedup"] == pytest.approx(report["tokens_per_second"] / plain["tokens_per_second"], rel=1e-2)
     low, high = plain["speedup_vs_transformers_interval"]
     assert low <= plain["speedup_vs_transformers"] <= high
-    said = "3 prompts that were not timed, and 3 without the drafter to compare (up to 8 tokens each): at most about "
+    said = "3 prompts not timed, and 3 without the drafter to compare (up to 8 tokens each): at most about "
     assert err.count(" here, judged from the first prompt") == err.count(said) == 1
     assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
 
@@ -519,6 +520,41 @@ def test_ctrl_c_stops_an_answer(talk, drafter, target, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_stop_string_and_a_system_message(talk, run_decode, drafter, target, plain_target, prompts, monkeypatch):
+    """The text ends before the string, in the conversation as on the screen; the system message outlives /reset."""
+    system = {"role": "system", "content": "Answer é."}
+
+    def answer(*messages, **options):
+        (result,) = SpeculativeDecoder(target).generate([Prompt([system, *messages]).encode(target)], 30, **options)
+        return result.text
+
+    def said(text, role="user"):
+        return {"role": role, "content": text}
+
+    stop = answer(said("a = 1"))[3:6]
+    first = answer(said("a = 1"), stop_strings=[stop])
+    second = answer(said("a = 1"), said(first, "assistant"), said("b = 2"), stop_strings=[stop])
+    line = f"{drafter} --max-new-tokens 30 --stop never --stop {shlex.quote(stop)}"
+    code, out, err = talk(b"a = 1\nb = 2\n/reset\na = 1", f"{line} --system 'Answer \xe9.'")
+    assert (code, out) == (0, "\n".join([first, second, first])) and stop not in first, err
+    for given, options in (
+        (b"a = 1\n", "--prompt - --system 'Answer \xe9.'"),
+        ("Answer é.\r\n".encode(), "--prompt 'a = 1' --system -"),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert run_decode(f"{line} {options}")[:2] == (0, first)
+    for given, message in ((b"\n", "--prompt -: standard input is empty"), (b"\xff", "--prompt: not UTF-8 text")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert message in error_of(run_decode(f"{drafter} --prompt -"))
+    err = error_of(run_decode(f"none --target {plain_target} --prompt x --system y"))
+    assert err.startswith("--system: target '") and "has no chat template" in err
+    line = f"none --target {target.name} --prompts {prompts} --first 1 --live --max-new-tokens 30"
+    _, live, _ = run_decode(line)
+    stop = live[2:5]
+    code, out, _ = run_decode(f"{line} --stop {shlex.quote(stop)}")
+    assert out.rstrip("\n") == live[: live.find(stop)]
+
+
 def test_closed_stdin(talk, drafter):
     assert error_of(talk(None, drafter)).startswith("--interactive reads stdin, which is closed")
 
@@ -757,6 +793,9 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --live --report x", "--live prints the texts of --prompts and measures nothing"),
         ("DRAFTER ngram --live", "--prompt, --interactive and --live take one DRAFTER"),
         ("DRAFTER --raw", "--raw is for --prompt and --interactive"),
+        ("DRAFTER --stop x", "--stop is for --prompt, --interactive and --live"),
+        ("DRAFTER --live --stop ''", "--stop: the text is empty"),
+        ("DRAFTER --system x", "--system is for messages of --prompt and --interactive"),
         ("DRAFTER --device cudda", "device 'cudda'"),
         ("none --target nobody/nothing --device meta", "device 'meta'"),
         ("DRAFTER --target nobody/nothing --tree DEEP", "the tree is 4 deep, but there are 3 draft heads"),
@@ -932,6 +971,10 @@ def test_typical_says_that_it_is_lossy(drafter, prompts, report_of):
         ("--mode greedy --verify coupled", "--verify coupled needs --mode sample"),
         ("--mode typical --verify mss", "--verify mss needs --mode sample"),
         ("--interactive --check-lossless", "--interactive measures nothing"),
+        ("--stop x --check-lossless", "baselines and --check-lossless do not stop there"),
+        ("--raw --system x", "--raw has no messages"),
+        ("--system ''", "--system: the text is empty"),
+        ("--interactive --system -", "--system -: --interactive reads standard input"),
     ],
 )
 def test_conflicting_modes(drafter, run_decode, options, message):

@@ -373,6 +373,23 @@ def test_the_card_of_a_target_that_is_known(drafter, tmp_path):
     assert "license: mit\n" in (folder / "README.md").read_text()
 
 
+def test_facts_are_shown_as_people_write_them(drafter):
+    """No None, no brackets, no folder of this machine."""
+    folder, heads = drafter
+    facts = {"data": ["/home/me/a.jsonl (train[:90%])", "some/set (train)"], "data_labels": [1272054, None]}
+    facts |= {"learning_rate": [0.003, 1e-05], "packing": False, "init_from": None, "sha": ["ab", "ab"]}
+    write_drafter(folder, "medusa", heads.config.to_dict(), heads.state_dict(), stand_in(), facts)
+    card = (folder / "README.md").read_text()
+    table = dict(re.findall(r"^\| (\w+) \| (.*) \|$", card.partition("## Training")[2], re.MULTILINE))
+    assert {name: table[name] for name in facts if name in table} == {
+        "data": "a.jsonl (train[:90%]); some/set (train)",
+        "data_labels": "1,272,054; unknown",
+        "learning_rate": "0.003; 1e-05",
+        "packing": "no",
+        "sha": "ab; ab",
+    }
+
+
 def test_a_licence_is_what_the_targets_card_states(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / "cached" / file))
     for place, text, licence in (

@@ -481,6 +481,42 @@ def test_the_card_of_heads_speaks_of_heads(heads, tmp_path, run_main, to, wanted
 # ---- the command
 
 
+@pytest.mark.parametrize("to, dtype", [("vllm", "bfloat16"), ("medusa", "float16"), ("speculators", "float32")])
+def test_the_dtype_that_is_asked_for(drafter, heads, target, tmp_path, run_main, to, dtype):
+    """Of the drafter's tensors and of the target's beside them: the values are the stored ones, rounded to it."""
+    folder, out = heads("shared") if to == "medusa" else drafter("shared"), tmp_path / "served"
+    code, _, err = run_main(export.main, folder, "--to", to, "--out", out, "--dtype", dtype)
+    assert code == 0, err
+    (file,) = out.glob("*.safetensors")
+    stored = load_file(file)
+    assert {str(w.dtype) for w in stored.values() if w.is_floating_point()} == {f"torch.{dtype}"}
+    if to == "medusa":
+        assert torch.equal(stored["0.2.weight"], target.lm_head.weight.to(torch.float16))
+    else:
+        own = load_file(folder / "model.safetensors")["fc.weight"]
+        assert (
+            torch.equal(stored["fc.weight"], own.to(getattr(torch, dtype))) and config_of(out)["torch_dtype"] == dtype
+        )
+
+
+def test_weights_that_a_dtype_cannot_hold(drafter, tmp_path, refused):
+    folder = shutil.copytree(drafter("own"), tmp_path / "large")
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"][0, 0] = 1e6
+    save_file(weights, folder / "model.safetensors")
+    line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "out", "--dtype", "float16")
+    assert "'fc.weight' has numbers that float16 cannot hold; leave out --dtype float16" in line
+
+
+def test_the_card_says_how_it_was_trained(drafter, tmp_path, run_main):
+    folder = shutil.copytree(drafter("own"), tmp_path / "mine")
+    facts = {"data": ["some/chats (train)"], "data_labels": [1272054], "learning_rate": [0.003], "init_from": None}
+    (folder / "provenance.json").write_text(json.dumps(facts))
+    assert run_main(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")[0] == 0
+    table = (tmp_path / "out/README.md").read_text().partition("## Training")[2].partition("## Measured")[0]
+    assert "| data | some/chats (train) |\n| data_labels | 1,272,054 |\n| learning_rate | 0.003 |\n" in table
+
+
 def test_the_command(drafter, tmp_path, run_main):
     folder, out = drafter("own"), tmp_path / "served"
     code, printed, err = run_main(

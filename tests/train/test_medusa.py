@@ -217,6 +217,15 @@ def test_the_run_folder(whole, tiny_lm):
     assert {"versions", "device", "git_commit", "data_sha256", "data_labels", "command", "date"} <= set(provenance)
     answers = load_file(whole / "answers/train-0/model.safetensors")
     assert provenance["data_labels"] == [int(answers["supervised"].sum())]
+    card, recipe = (whole / "README.md").read_text(), yaml.safe_load((whole / "recipe.yaml").read_text())
+    (stage,), (source,) = recipe["stages"], recipe["data"]["train"]
+    for name, value in (
+        ("data", f"{source['source']} ({source['split']})"),
+        ("learning_rate", stage["optim"]["lr"]),
+        ("sequences_per_step", stage["batch"]["sequences"]),
+    ):
+        assert f"| {name} | {value} |\n" in card
+    assert "None" not in card and " | [" not in card
     training = training_of(whole)
     assert training["answer_tokens"] == provenance["data_labels"][0] and training["steps"] == 30
     assert training["labels_seen"] == provenance["labels_seen"] > 0

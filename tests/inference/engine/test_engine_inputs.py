@@ -111,7 +111,7 @@ def test_max_lengths(decoder, length):
         ({"stop_strings": "ab"}, "prompt 1: stop_strings 'ab': must be a list of texts"),
         ({"sampling": 0.7}, "sampling is of type float; give a Sampling, or one for each prompt"),
         ({"sampling": {"temperature": 1}}, "sampling is of type dict; give a Sampling, or one for each prompt"),
-        ({"sampling": []}, "0 samplings for 1 prompts; give one, or one for each"),
+        ({"sampling": []}, "0 samplings for 1 prompt; give one, or one for each"),
         ({"sampling": [0.7]}, "prompt 1: sampling is of type float; give a Sampling"),
         ({"stop_ids": [5, 99]}, "prompt 1: stop id 99 is not in the target's vocabulary (0 to 60)"),
     ],

@@ -100,6 +100,36 @@ def test_splits_of_a_text_with_a_stop_inside(tokenizer):
     assert 500 < stopped < 1700
 
 
+def test_a_stream_ends_before_a_stop_string(tokenizer):
+    """Whatever of it is settled when; no piece of it is shown before it is known to be none, and nothing longer is held
+    back. A stop id leaves no text."""
+    rng, found = random.Random(5), 0
+    for _ in range(500):
+        tokens, shown = random_tokens(rng, tokenizer), ""
+        text = decode_text(tokenizer, tokens)
+        start = rng.randrange(len(text) + 1)
+        strings = [
+            "never there",
+            text[start : start + rng.choice([1, 2, 5])] or "x",
+            text[start + 1 : start + 3] or "y",
+        ]
+        whole = next((end for end in range(len(text) + 1) if text[:end].endswith(tuple(strings))), len(text) + 1)
+        cut = min((text.find(s) for s in strings if text[:whole].endswith(s)), default=len(text))
+        stream = TextStream(tokenizer, strings)
+        for token in tokens:
+            shown += stream.add([token])
+            assert text[:cut].startswith(shown)
+        assert shown + stream.end() == text[:cut] and stream.stopped == (cut < len(text))
+        found += stream.stopped
+    assert found > 300
+    stream = TextStream(tokenizer, ["ab"], stop_ids={tokens[0]})
+    a, x = (tokenizer.convert_tokens_to_ids(letter) for letter in "ax")
+    assert [stream.add([token]) for token in (x, a, a, tokens[0])] == ["x", "", "a", ""] and stream.end() == "a"
+    for wrong in ("ab", ["a", ""]):
+        with pytest.raises(ValueError, match="must be a list of texts, none of them empty"):
+            TextStream(tokenizer, wrong)
+
+
 def test_text_comes_as_it_is_settled(tiny_lm):
     """Nothing but an incomplete character is held back."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
