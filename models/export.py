@@ -6,8 +6,11 @@
     python models/export.py runs/heads --to medusa --out served/heads       # Medusa heads in their published layout
     python models/export.py runs/mine --to sglang --out served/mine --push-to-hub USER/NAME
     python models/export.py runs/mine --to hf --push-to-hub USER/NAME       # as it is, for draftsmith's own engine
+    python models/export.py runs/medusa2 --to merged --out served/target    # the target with the adapter of Medusa-2
 
-With --to hf the run's folder itself is uploaded: the calibrated tree, and the card with what was measured since.
+With --to hf the run's folder itself is uploaded: the calibrated tree, and the card with what was measured since. With
+--to merged the target is written as one model with the drafter's adapter merged in, for servers that take no adapter;
+the drafter is then exported with this folder as its --target.
 
 Each other format has a contract (models/formats.py). After the files are written, logits are computed from them alone
 (models/exported.py) and compared with the drafter's own on random features: at each position, and for the further
@@ -27,7 +30,7 @@ from draftsmith.common.files import check_own
 from draftsmith.models.precision import DTYPES
 from draftsmith.models.stored import check_drafter_name
 
-FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf")
+FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf", "merged")
 TOKENS = 3  # of a draft in speculators' config and in the card's commands, where calibration found no best chain
 _UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk")  # drafters without a folder
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
@@ -80,6 +83,11 @@ def check(args: argparse.Namespace) -> None:
             if (value := getattr(args, name)) is not None:
                 option = f"--{name.replace('_', '-')} {value}"
                 raise ValueError(f"{option}: --to hf uploads the run's folder as it is; leave it out")
+    if args.to == "merged":
+        for name in ("served_target", "speculative_tokens", "dtype", "push_to_hub"):
+            if (value := getattr(args, name)) is not None:
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: --to merged writes the target alone, as it is stored; leave it out")
     if args.to != "hf" and args.out is None:
         raise ValueError(f"--to {args.to}: name the folder to write by --out DIR")
     if args.out is not None:
@@ -126,7 +134,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import check_folder, json_object, read_text, replacing_folder, write_json, write_text
-from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, provenance, push, read_drafter
+from draftsmith.models.adapter import target_of
+from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, provenance, push, read_drafter, write_model
 from draftsmith.models.card import TRAINING, is_hub_id, measured, named, served_name, table_of, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
@@ -224,7 +233,7 @@ def open_source(
         raise NoPlace(f"{folder}: {error}") from None
     if config["target"].get("adapter") and not (target_name and merged):
         advice = (
-            "give the merged one by --target" if merged else "train with export.merged=true, which writes it merged"
+            "give the merged one by --target" if merged else f"write it merged: models/export.py {folder} --to merged"
         )
         raise ValueError(
             f"{folder}: it was trained with an adapter of its target, which a server's target lacks; {advice}"
@@ -451,11 +460,37 @@ def publish(name: str, repository: str, private: bool) -> None:
     print(push(folder, repository, private))
 
 
+def merge(name: str, target_name: str | None, out: Path, trust_remote_code: bool) -> None:
+    """Write the target with a drafter's adapter merged in, and note its fingerprint in the drafter's config.json.
+    Raises FileNotFoundError, ValueError: the drafter is not here, has no adapter or is for another target. OSError: a
+    file cannot be written."""
+    if local_folder(name) is None:
+        raise ValueError(f"{name}: --to merged notes the merged target in the drafter's folder; download it first")
+    folder, config, _ = read_drafter(name)
+    described = config["target"]
+    if not described.get("adapter"):
+        raise ValueError(f"{folder}: it was trained without an adapter of its target, so there is nothing to merge")
+    base, revision = target_name or described["name_or_path"], None if target_name else described.get("revision")
+    dtype = found if (found := stored_dtype(resolve_folder(base, revision))) in DTYPES else "float32"
+    target = load_target(base, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+    merged = target_of(folder, config, target)
+    if merged is target:
+        raise ValueError(f"--target {base}: has this adapter merged in already")
+    check_folder("--out", out)
+    write_model(out, merged.model, merged.tokenizer, provenance(merged_from=base))
+    stored = json_object(folder / "config.json", "drafter config")
+    stored["target"]["merged_fingerprint"] = stored_fingerprint(out)
+    write_json(folder / "config.json", stored)
+    print(f"{out}: {base} with the adapter of {folder}; export the drafter by --target {shlex.quote(str(out))}")
+
+
 def main() -> None:
     args = parser().parse_args()
     check(args)
     if args.to == "hf":
         return publish(args.drafter, args.push_to_hub, args.private)
+    if args.to == "merged":
+        return merge(args.drafter, args.target, args.out, args.trust_remote_code)
     source = open_source(
         args.drafter, args.to, args.target, args.trust_remote_code, tokens=args.speculative_tokens, dtype=args.dtype
     )

@@ -302,6 +302,24 @@ def test_the_heads_are_exported_for_the_merged_target(whole, tiny_lm, tmp_path, 
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["lm_heads.0.weight"].float(), head.float())
 
 
+def test_the_target_is_merged_afterwards(whole, tiny_lm, tmp_path, run_main):
+    """As ``export.merged`` writes it in training; the heads are then exported for it."""
+    folder, out = shutil.copytree(whole, tmp_path / "heads"), tmp_path / "target"
+    shutil.rmtree(folder / "target")
+    config = json.loads((folder / "config.json").read_text())
+    merged = config["target"].pop("merged_fingerprint")
+    (folder / "config.json").write_text(json.dumps(config))
+    words = [export.main, folder, "--to", "vllm", "--out", tmp_path / "served", "--target", out]
+    assert run_main(export.main, folder, "--to", "merged", "--out", out, "--target", tiny_lm)[0] == 0
+    assert json.loads((folder / "config.json").read_text())["target"]["merged_fingerprint"] == merged
+    assert load_file(out / "model.safetensors").keys() == load_file(whole / "target" / "model.safetensors").keys()
+    assert run_main(*words)[0] == 0
+    code, _, err = run_main(export.main, folder, "--to", "merged", "--out", tmp_path / "again", "--target", out)
+    assert code == 2 and err.endswith("has this adapter merged in already\n")
+    code, _, err = run_main(export.main, "models/smollm2-medusa", "--to", "merged", "--out", tmp_path / "none")
+    assert code == 2 and "there is nothing to merge" in err
+
+
 def test_the_teacher_of_kept_hidden_states(whole, train, monkeypatch):
     monkeypatch.setattr(medusa, "switched_off", None)  # it is not run again
     folder = train("kept", "cache_hidden=memory", "export.merged=false")
