@@ -138,7 +138,7 @@ def test_too_few_for_intervals(tmp_path, run_main, run_decode):
     page = (tmp_path / "r/report.html").read_text()
     assert code == 0 and f"{few} need 5 groups\n" in said and few in page and page.count("<b>too few</b>") == 2, said
     code, out, err = run(run_main, tmp_path / "r", tmp_path / "r")
-    assert code == 0 and "95" not in out and "no 95 % interval: that needs 5 prompts" in err
+    assert code == 0 and "95 %" not in out and "no 95 % interval: that needs 5 prompts" in err
 
 
 def changed(folder, tmp_path, **fields):
