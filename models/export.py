@@ -233,7 +233,9 @@ def open_source(
         raise NoPlace(f"{folder}: {error}") from None
     if config["target"].get("adapter") and not (target_name and merged):
         advice = (
-            "give the merged one by --target" if merged else f"write it merged: models/export.py {folder} --to merged"
+            "give the merged one by --target"
+            if merged
+            else f"write that one: python models/export.py {folder} --to merged --out DIR"
         )
         raise ValueError(
             f"{folder}: it was trained with an adapter of its target, which a server's target lacks; {advice}"

@@ -275,10 +275,8 @@ class Step:
         tree's mask where it is needed."""
         self._began = time.perf_counter()
         count = self.nodes = tree.tokens.shape[1]
-        mask = tree.mask
-        if mask is None and not (
-            self.runner.kernel and self.mode in ("greedy", "sample") and not self.verifier.penalises
-        ):
+        by_argmax, mask = self.mode in ("greedy", "sample"), tree.mask
+        if mask is None and not (self.runner.kernel and by_argmax and not self.verifier.penalises):
             mask = ancestor_mask(tree.ancestors, count)
         nodes = tree.tokens, self.cache.lengths, tree.ancestors, tree.depth
         fixed, sees_all = tree.static is not None, count == 1
