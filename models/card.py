@@ -16,27 +16,23 @@ from draftsmith.common.files import json_object
 from draftsmith.models.stored import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
-# What models/fetch.py fetches, by the SHA-256 of the GGUF file, which was its fingerprint in earlier versions.
+# What models/fetch.py fetches: name, licence and command, by the GGUF file's fingerprint, which is that of its weights with
+# zeros for the rest, and in earlier versions its SHA-256.
 _FETCHED = {
-    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53": (
-        "HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0", "make models"),
-    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32": (
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0", "make coder"),
-    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046": (
-        "Qwen/Qwen2.5-Coder-1.5B-Instruct", "apache-2.0", "make coder SIZE=1.5b"),
-}  # fmt: skip
-_FETCHED |= {
-    f"{weights:0<72}": _FETCHED[sha256]
-    for sha256, weights in zip(
-        list(_FETCHED),
-        (
-            "821a02e986fa78e6d403d57f833c4d29549b70aa",
-            "b50e0d6036a50d389d8493b9b0e6a6c1edf60389",
-            "751e9c5c7ac17dae520c7720793c05350fbd2da2",
-        ),
-        strict=True,
+    fingerprint: (name, licence, command)
+    for name, licence, command, weights, sha256 in (
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0", "make models",
+         "821a02e986fa78e6d403d57f833c4d29549b70aa",
+         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+        ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0", "make coder",
+         "b50e0d6036a50d389d8493b9b0e6a6c1edf60389",
+         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "apache-2.0", "make coder SIZE=1.5b",
+         "751e9c5c7ac17dae520c7720793c05350fbd2da2",
+         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"),
     )
-}
+    for fingerprint in (f"{weights:0<72}", sha256)
+}  # fmt: skip
 MEASURED = {  # fields of provenance.json
     "simulated_tau": "simulated τ on held-out rows, by the tree that chose the weights",
     "whole_simulated_tau": "the same with the whole vocabulary",
