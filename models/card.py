@@ -16,8 +16,8 @@ from draftsmith.common.files import json_object
 from draftsmith.models.stored import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
-# What models/fetch.py fetches: name, licence and command, by the GGUF file's fingerprint, which is that of its weights with
-# zeros for the rest, and in earlier versions its SHA-256.
+# What models/fetch.py fetches: name, licence and command, by the fingerprint of the GGUF file: that of its weights with
+# zeros for the rest; in earlier versions its SHA-256.
 _FETCHED = {
     fingerprint: (name, licence, command)
     for name, licence, command, weights, sha256 in (
