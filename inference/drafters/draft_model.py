@@ -81,8 +81,8 @@ class DraftModelDrafter(Drafter):
 
     Raises:
         ValueError: the vocabularies differ, the models are on different devices, the draft vocabulary is not made of
-            ascending ids of both models, its rows cannot be taken from the LM head, or the tree
-            is empty, not positive, or too large.
+            ascending ids of both models, its rows cannot be taken from the LM head, or the tree is
+            empty, not positive, or too large.
     """
 
     def __init__(
