@@ -24,9 +24,10 @@ from typing import Any
 
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.content import check_recipe
 from draftsmith.common.files import check_folder, read_text
+from draftsmith.common.recipe import read_recipe, reader
 from draftsmith.inference.commands.early import check_prompts
+from draftsmith.train.sections.medusa import MedusaRecipe
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
@@ -39,13 +40,12 @@ PARSER.add_argument(
 )
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
-    before_imports(PARSER, lambda args: (check_prompts(args.prompts), check_recipe(args)))
+    before_imports(PARSER, lambda args: (check_prompts(args.prompts), reader(MedusaRecipe)(args)))
 
 import torch
 from safetensors.torch import load_file
 
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
-from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
@@ -58,7 +58,7 @@ from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import folders
-from draftsmith.train.medusa import SIMULATED_NODES, MedusaRecipe
+from draftsmith.train.medusa import SIMULATED_NODES
 
 console = make_console()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -48,9 +48,10 @@ from draftsmith.common.sections import Batch, Optim
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target
-from draftsmith.train.joint import Joint, add_adapters
-from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
+from draftsmith.train.joint import add_adapters
+from draftsmith.train.medusa import Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.sections.medusa import Joint, MedusaStage
 
 
 def operations(target: Target, module: Medusa1, positions: int) -> float:

@@ -6,7 +6,6 @@ A recipe names its schema in its second line: ``# yaml-language-server: $schema=
 """
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,13 @@ from draftsmith.common.files import check_folder, write_json
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
 
 
-def recipe_classes() -> dict[str, str]:
-    """The scripts in train/ that read a recipe, and the class of each: the one that ends in ``Recipe``."""
-    found = {}
-    for path in sorted((Path(__file__).resolve().parent.parent / "train").glob("*.py")):
-        if recipe := re.search(r"^class (\w+Recipe)\(", path.read_text("utf-8"), re.MULTILINE):
-            found[path.stem] = recipe[1]
-    return found
-
-
 def schemas() -> dict[str, dict[str, Any]]:
-    """The schema of each script's recipe, by the script's name."""
+    """The schema of each script's recipe, by the script's name: of ``medusa`` that of ``MedusaRecipe``."""
     found: dict[str, dict[str, Any]] = {}
-    for name, recipe in recipe_classes().items():
-        module = importlib.import_module(f"draftsmith.train.{name}")  # seconds, which --help does without
-        schema = getattr(module, recipe).model_json_schema()
-        found[name] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    for path in sorted((FOLDER.parents[1] / "train" / "sections").glob("*.py")):
+        module = importlib.import_module(f"draftsmith.train.sections.{path.stem}")
+        schema = getattr(module, f"{path.stem.capitalize()}Recipe").model_json_schema()
+        found[path.stem] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
     return found
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.common.recipe import reader
+from draftsmith.train.sections.distill import DistillRecipe
 
 PARSER = recipe_parser(
     __doc__,
@@ -31,8 +32,7 @@ PARSER = recipe_parser(
     restart="begin anew, deleting this run's answers",
     dry_run="show what would be sent; send and write nothing",
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader(DistillRecipe)) if __name__ == "__main__" else None
 
 import torch
 
@@ -58,15 +58,14 @@ from draftsmith.data.seeds import (
     written_seeds,
 )
 from draftsmith.data.shards import Shards, open_shards
-from draftsmith.data.tokenized import template_for
+from draftsmith.data.tokenized import read_template, template_for
 from draftsmith.models.artifact import provenance, write_json
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
-from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed, with_safetensors
+from draftsmith.models.stored import fingerprint, older_fingerprint, resolve_folder, unhashed, with_safetensors
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
-from draftsmith.train.distill_sections import Distillation
 from draftsmith.train.loop import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
@@ -77,10 +76,6 @@ THINKING = "a larger decoding.max_new_tokens, or data.template_arguments={enable
 
 class GivenUpError(Exception):
     """``endpoint.give_up`` prompts in a row got no answer."""
-
-
-class DistillRecipe(Distillation):
-    pass  # named in this file: by that messages and recipes/schema know whose recipe it is
 
 
 def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
@@ -151,6 +146,29 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
     return recipe.model_copy(update={"target": t.model_copy(update={"dtype": chosen.value})})
 
 
+def decides_of(recipe: DistillRecipe) -> dict[str, Any]:
+    """All settings that the answers depend on, by field. Those of speed and the server's address may change between
+    two commands that fill the same folder."""
+    own = recipe.self_talk or recipe.data.written
+    fields = {
+        f"decoding.{name}": value
+        for name, value in recipe.decoding.model_dump(mode="json").items()
+        if own or not name.startswith("user_")
+    }
+    fields |= {"run.seed": recipe.run.seed, "backend": recipe.backend, "self_talk": recipe.self_talk}
+    fields |= {"data.seeds": recipe.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
+    if recipe.data.template_arguments:
+        fields |= {"data.template_arguments": recipe.data.template_arguments}
+    if recipe.backend == "endpoint":
+        assert recipe.endpoint is not None
+        return {**fields, "endpoint.model": recipe.endpoint.model}
+    assert recipe.target is not None
+    fields |= {f"target.{name}": value for name, value in recipe.target.model_dump(mode="json").items()}
+    fields["target.fingerprint"] = fingerprint(resolve_folder(recipe.target.name, recipe.target.revision))
+    fields |= {"data.template": read_template(recipe.data.template), "engine.max_length": recipe.engine.max_length}
+    return fields
+
+
 def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
     """The seeds, and the rows that were skipped, which are printed."""
     seeds, skipped = read_seeds(recipe.data.seeds, recipe.data.max_skipped) if recipe.data.seeds else ([], Skipped())
@@ -164,7 +182,7 @@ def main() -> None:
     if args.resume and args.restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
-    recipe = read_recipe(args.recipe, DistillRecipe, args.overrides)
+    recipe = RECIPE or read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
     if args.dry_run:
         return dry(recipe, seeds_of(recipe)[0])
@@ -178,7 +196,7 @@ def main() -> None:
             size = unhashed(resolve_folder(recipe.target.name, recipe.target.revision))
             if size:
                 console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
-        decides = recipe.decides()
+        decides = decides_of(recipe)
         older: dict[str, Any] = {}
         if recipe.target and "target.fingerprint" in decides:
             older_one = older_fingerprint(resolve_folder(recipe.target.name, recipe.target.revision))

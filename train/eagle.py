@@ -19,21 +19,19 @@ from functools import partial
 from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.common.recipe import reader
+from draftsmith.train.sections.eagle import DEPTH, EagleRecipe, EagleSection
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader(EagleRecipe)) if __name__ == "__main__" else None
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
@@ -42,30 +40,11 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.eagle_section import EagleSection
 from draftsmith.train.loop import Batch
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, beginning, run_script
 
-DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
-
-
-class EagleRecipe(DrafterRecipe):
-    drafter: EagleSection
-
-    @model_validator(mode="after")
-    def _possible(self) -> "EagleRecipe":
-        if self.precision.gradient_checkpointing:
-            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if self.precision.compile:
-            raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
-        if self.export.merged:
-            raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < DEPTH + 2:
-                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts + 1 = {DEPTH + 1}")
-        return self
 
 
 class EagleTraining(nn.Module):
@@ -243,7 +222,7 @@ SCRIPT = Script("eagle", EagleRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

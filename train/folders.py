@@ -20,9 +20,8 @@ from filelock import Timeout
 from pydantic import TypeAdapter
 
 from draftsmith.common.command import first_line
-from draftsmith.common.content import short
 from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
-from draftsmith.common.recipe import Section
+from draftsmith.common.recipe import Section, short
 from draftsmith.common.sections import DrafterRecipe, Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.models.artifact import part_folders

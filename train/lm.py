@@ -7,24 +7,21 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 from functools import partial
-from typing import Any, ClassVar
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.common.recipe import reader
+from draftsmith.train.sections.lm import LmRecipe, Lookahead
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader(LmRecipe)) if __name__ == "__main__" else None
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.common.files import replacing_folder
-from draftsmith.common.sections import TINY_EVALUATE, TINY_LENGTH, Name, Stage, Tokens, TrainingRecipe, refuse_set
 from draftsmith.data import packing, sources
 from draftsmith.data.bpe import END_OF_TEXT, END_OF_TURN, encode, other_tokenizer, train_tokenizer
 from draftsmith.data.rows import rows as rows_of
@@ -33,59 +30,11 @@ from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
 from draftsmith.train import loop
 from draftsmith.train.dry_run import Plan
-from draftsmith.train.lm_model import Lookahead, Model, Packed, check_beginning, config_of, load_weights, parameters_of
+from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run, Script, run_script
 from draftsmith.train.samples import in_turn
-from draftsmith.train.unlikelihood import Unlikelihood, continuations
-
-UNREAD = (
-    *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised"),
-    *("evaluate.decode", "evaluate.prompts", "export.merged"),
-)
-
-
-class LmStage(Stage):
-    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
-
-    max_length: Tokens
-    unlikelihood: Unlikelihood | None = None
-
-
-class LmRecipe(TrainingRecipe):
-    tiny: ClassVar[dict[str, Any]] = {  # another tokenizer has more entries
-        "init_from": None,
-        "tokenizer": None,
-        "evaluate": TINY_EVALUATE,
-    }
-
-    model: Model
-    init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
-    tokenizer: Name | None = Field(
-        default=None, description="a folder whose tokenizer to use; left out, init_from's, or one trained on the text"
-    )
-    lookahead: Lookahead | None = None
-    stages: list[LmStage] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _possible(self) -> "LmRecipe":
-        if self.init_from and self.tokenizer:
-            raise ValueError("init_from brings its tokenizer; leave out one of 'init_from' and 'tokenizer'")
-        if self.export.push_to_hub:
-            raise ValueError("export.push_to_hub uploads drafters; upload a model with: hf upload USER/NAME FOLDER")
-        if self.export.licence:
-            raise ValueError("export.licence is for the model card of a drafter, which a model has not; leave it out")
-        if self.export.dtype != "float32":
-            raise ValueError("export.dtype is for drafters; a model's dtype is that of its training: leave it out")
-        refuse_set(self, UNREAD, "it is for drafters, and this script trains a model on all tokens of its text")
-        if any(source.answers is not None for source in [*self.data.train, *self.data.validation]):
-            raise ValueError("answers: they are for drafters, and this script trains on the text itself; leave it out")
-        for source in self.data.train:
-            if source.streaming and source.limit is None:
-                raise ValueError(
-                    f"source {source.source!r} is streamed; this script reads all its text first: set 'limit'"
-                )
-        return self
+from draftsmith.train.unlikelihood import continuations
 
 
 class LanguageModel(nn.Module):
@@ -253,7 +202,7 @@ SCRIPT = Script("lm", LmRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

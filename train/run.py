@@ -405,13 +405,13 @@ class Script(Generic[R]):
     plans: Callable[[R], list[dry_run.Plan]]
 
 
-def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
-    """The command of a training script."""
+def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | None = None) -> None:
+    """The command of a training script. ``recipe``: what ``before_imports`` has read."""
     args = parser.parse_intermixed_args()
     launched = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
     launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
     command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
-    recipe = read_recipe(args.recipe, script.recipe, args.overrides)
+    recipe = recipe or read_recipe(args.recipe, script.recipe, args.overrides)
     accelerator = loop.make_accelerator(recipe.precision)
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)

@@ -10,28 +10,10 @@ Shape letters: B rows or batch, S sequences, T tokens, K depths, R followers kep
 from functools import partial
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-
-PARSER = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "stages.0.steps=20", "two steps on a small random target")
-if __name__ == "__main__":
-    before_imports(PARSER)
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from draftsmith.common.recipe import Section
+from draftsmith.common.recipe import Section, reader
 from draftsmith.common.sections import DrafterRecipe, Positive
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import best_tree, draft_labels, label_ranks, simulate
-from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
-from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.losses import shifted_labels
-from draftsmith.train.run import Script, run_script
 
-DEPTH, FOLLOWERS = 4, 3
-
-# ---- the recipe: its section ``drafter``
+# ---- the recipe: its section ``drafter``; without torch
 
 
 class Bigrams(Section):
@@ -41,6 +23,23 @@ class Bigrams(Section):
 class ToyRecipe(DrafterRecipe):
     drafter: Bigrams
 
+
+PARSER = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "stages.0.steps=20", "two steps on a small random target")
+RECIPE = before_imports(PARSER, reader(ToyRecipe)) if __name__ == "__main__" else None
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.inference.drafters.load import Calibration, Part
+from draftsmith.inference.drafters.ranks import best_tree, draft_labels, label_ranks, simulate
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
+from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.losses import shifted_labels
+from draftsmith.train.run import Script, run_script
+
+DEPTH, FOLLOWERS = 4, 3
 
 # ---- training: the module with its loss, its evaluation, its stages
 
@@ -141,7 +140,7 @@ SCRIPT = Script("toy", ToyRecipe, train, plans)
 
 
 def main():
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ QUICK = [
     ("train/eagle.py", "recipes/tiny-eagle3.yaml", "run.name"),
     ("train/ssm.py", "README.md"),
     *((f"{name.replace('.', '/')}.py", f"recipes/{recipe}.yaml", "run.nam=x") for name, recipe in TRAINING.items()),
+    ("train/ssm.py", "recipes/tiny-ssm.yaml", "stages.0.optim.lr=-1"),
     ("train/medusa.py", "recipes/tiny-medusa.yaml", "stages.0.optim.learning_rate=1"),
     ("benchmarks/medusa_stages.py", "--prompts", "LICENSE"),
     ("inference/calibrate.py", "ngram", "--target", "models/tiny-lm", "--prompts", "nowhere.jsonl"),
