@@ -22,7 +22,7 @@ from draftsmith.inference.engine.turns import serve_conversations
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.loop import console
+from draftsmith.train.launch import console
 from draftsmith.train.sections.distill import DistillRecipe
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
@@ -40,7 +40,7 @@ def sampling_of(recipe: DistillRecipe, conversation: Conversation) -> Sampling:
 
 
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Raises: ValueError: neither the recipe nor the target's tokenizer has a chat template."""
+    """Refuse a tokenizer without a chat template, if the recipe names none."""
     if not (template or tokenizer.chat_template):
         raise ValueError(
             "the target's tokenizer has no chat template; set data.template, for example to "
@@ -63,11 +63,7 @@ def by_engine(
     end: Callable[[Conversation], None],
     facts: dict[str, Any],
 ) -> None:
-    """Answers of our own engine, ``engine.batch_size`` conversations at a time.
-
-    Raises:
-        FileNotFoundError, ValueError: target or drafter cannot be used.
-    """
+    """Answers of our own engine, ``engine.batch_size`` conversations at a time."""
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
     torch.set_num_threads(e.threads or available_cores())

@@ -18,7 +18,7 @@ from draftsmith.data.packing import Rows, Tokenized
 from draftsmith.inference.drafters.ranks import next_token_ranks
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
 from draftsmith.train.sections.ssm import Boost
 
@@ -95,9 +95,6 @@ def rows_of_round(
 
     Returns:
         Rows, the weight of each, and the number of prompts that are left.
-
-    Raises:
-        ValueError: a resumed run whose prompts were marked by other fields of ``boost``.
     """
     weights = [source.weight for source in run.recipe.data.train]
     folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})

@@ -66,7 +66,7 @@ from draftsmith.models.stored import fingerprint, older_fingerprint, resolve_fol
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
-from draftsmith.train.loop import console, dtype_of
+from draftsmith.train.launch import console, dtype_of
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up

@@ -32,7 +32,7 @@ from draftsmith.models.sizes import BYTES
 from draftsmith.models.stored import resolve_folder, target_config
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
-from draftsmith.train.loop import with_precision
+from draftsmith.train.launch import with_precision
 from draftsmith.train.losses import LOGITS
 
 console = make_console()
@@ -66,11 +66,7 @@ class TargetShape:
 
 def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetShape:
     """The sizes of a recipe's target, or where it is not here and ``model_type`` is set, those that transformers' own
-    config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter.
-
-    Raises:
-        ValueError: its config cannot be read.
-    """
+    config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter."""
     remote = target.trust_remote_code
     try:
         try:
@@ -210,11 +206,7 @@ def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
 
 
 def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, verbose: bool = False) -> None:
-    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it.
-
-    Raises:
-        FileNotFoundError, ValueError: training would refuse a source, or the drafter for this target.
-    """
+    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it."""
     stages, problem, any_dtype = list[Plan](), "", getattr(getattr(recipe, "target", None), "dtype", "") == "auto"
     rows_there, longest = look_at_sources(recipe)
     try:
@@ -274,11 +266,7 @@ def _target_is_here(recipe: TrainingRecipe) -> bool:
 
 def decode_a_little(folder: Path) -> str:
     """Decode eight tokens with the exported drafter, compared with plain decoding; with the model alone, if the folder
-    holds a model. Returns what was decoded, as text.
-
-    Raises:
-        ValueError: they differ.
-    """
+    holds a model. Returns what was decoded, as text."""
     if "drafter_type" in json_object(folder / "config.json"):
         target, drafter = load_drafter(str(folder), device="cpu")
     else:

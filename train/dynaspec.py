@@ -40,8 +40,11 @@ from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.loop import Batch, console
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.launch import console
+from draftsmith.train.loop import fit
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
 from draftsmith.train.shortlists import (
     BLOCK,
     Blocks,
@@ -153,7 +156,8 @@ def train(run: Run[DynaspecRecipe]) -> None:
         module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
         blocks = Blocks(rollouts(run, drafts, rows))
         for stage in recipe.stages:
-            run.fit(
+            fit(
+                run,
                 stage,
                 module,
                 [blocks],

@@ -38,11 +38,14 @@ from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import places
-from draftsmith.train import draft_vocabulary, loop, sharded
+from draftsmith.train import draft_vocabulary, sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.loop import Batch
+from draftsmith.train.launch import console
+from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, beginning, run_script
+from draftsmith.train.run import Run, beginning
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
 
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
 
@@ -161,7 +164,8 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[
     for k in range(DEPTH):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
         metrics[f"step{k + 1}_held_out_top1"] = float(right)
-    return metrics | run.real_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))  # it casts its own
+    # The drafter casts its weights: a copy.
+    return metrics | run.decode_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))
 
 
 def plans(recipe: EagleRecipe) -> list[Plan]:
@@ -205,12 +209,12 @@ def train(run: Run[EagleRecipe]) -> None:
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target, DEPTH)
-    facts = draft_vocabulary.give(run, eagle, target, rows)
+    facts = draft_vocabulary.apply(run, eagle, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:
-        loop.console.print(f"the loss is a sum over {d.unroll} unrolled steps")
+        console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
-        run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
     with run.evaluating(module):
         ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
     tree = selection_tree(ranks)

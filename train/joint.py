@@ -14,17 +14,14 @@ from draftsmith.models.adapter import FOLDER, add_lora, merge_adapter, switched_
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.stored import fingerprint
 from draftsmith.models.target import Target, load_target
-from draftsmith.train import loop
+from draftsmith.train.launch import console
+from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.losses import in_chunks, shifted_labels
 from draftsmith.train.sections.medusa import Joint
 
 
 def check_loaded(joint: Joint, recipe: DrafterRecipe, target: Target) -> None:
-    """Refuse what cannot go with a target that is stored quantised, before anything trains.
-
-    Raises:
-        ValueError: the recipe asks for it.
-    """
+    """Refuse what cannot go with a target that is stored quantised, before anything trains."""
     asked = "joint.loss=kl" if joint.loss == "kl" else "export.merged=true" if recipe.export.merged else None
     if target.quantized and recipe.target.quantize == "none" and asked:
         why = "compares with the target as it was" if joint.loss == "kl" else "writes the target with the adapter in it"
@@ -40,7 +37,7 @@ def add_adapters(target: Target, joint: Joint, seed: int, gradient_checkpointing
     lora = joint.lora
     add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
     if gradient_checkpointing:
-        loop.checkpoint_activations(target.model)
+        checkpoint_activations(target.model)
 
 
 def divergence(target: Target, hidden: Tensor, teacher: Tensor) -> Tensor:
@@ -100,7 +97,7 @@ def guarded(joint: Joint, tau: float, kl: float) -> float:
     message = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={joint.max_kl:g}"
     if joint.on_drift == "stop":
         raise FloatingPointError(f"{message}; lower the stage's optim.lr or head_weight, then --resume or --restart")
-    loop.console.print(f"  {message}; weights that moved less are preferred to these", style="yellow")
+    console.print(f"  {message}; weights that moved less are preferred to these", style="yellow")
     return -kl if kl == kl else -math.inf
 
 

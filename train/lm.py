@@ -28,12 +28,14 @@ from draftsmith.data.rows import rows as rows_of
 from draftsmith.models.artifact import write_model
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.stored import resolve_folder
-from draftsmith.train import loop
 from draftsmith.train.dry_run import Plan
+from draftsmith.train.launch import console
 from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
+from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.samples import in_turn
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch, in_turn
+from draftsmith.train.script import Script, run_script
 from draftsmith.train.unlikelihood import continuations
 
 
@@ -57,7 +59,7 @@ class LanguageModel(nn.Module):
         """The number of rows on which the lookahead heads train, the first ones."""
         return max(1, round(len(tokens) * self.lookahead.share)) if self.lookahead else 0
 
-    def labels(self, batch: loop.Batch) -> Tensor:
+    def labels(self, batch: Batch) -> Tensor:
         """``[1 + K, S, T]``: of the next token over all rows, then of each lookahead head over the first rows."""
         tokens, heads = batch["tokens"], self.lookahead.num_heads if self.lookahead else 0
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
@@ -65,11 +67,11 @@ class LanguageModel(nn.Module):
         labels[1:, self.few(tokens) :] = -100
         return labels
 
-    def count(self, batch: loop.Batch) -> Tensor:
+    def count(self, batch: Batch) -> Tensor:
         counts = (labels_of(self, batch) != -100).sum((1, 2))
         return torch.cat([counts, batch["again"].sum()[None]]) if "again" in batch else counts
 
-    def forward(self, batch: loop.Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         labels = labels_of(self, batch)
@@ -109,7 +111,7 @@ def make_tokenizer(run: Run[LmRecipe]) -> PreTrainedTokenizerFast:
         tokenizer = other_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     else:
         m = recipe.model
-        loop.console.print("training the tokenizer …")
+        console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
     if run.main:
         with replacing_folder(folder) as temporary:
@@ -141,7 +143,7 @@ def train(run: Run[LmRecipe]) -> None:
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
     held_out = [encode(source, tokenizer, most) for source in recipe.data.validation]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
-        loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
+        console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
 
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
@@ -149,10 +151,10 @@ def train(run: Run[LmRecipe]) -> None:
     if recipe.init_from and not run.resume:
         load_weights(model, resolve_folder(recipe.init_from))
     if recipe.precision.gradient_checkpointing:
-        loop.checkpoint_activations(model)
+        checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in model.parameters())
-    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
+    console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
     validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
     validation = validation[: recipe.evaluate.sequences]
     measure = partial(evaluate, validation, run.accelerator.device)
@@ -162,7 +164,7 @@ def train(run: Run[LmRecipe]) -> None:
         written = continuations(run, stage.name, stage.unlikelihood, model, tokenizer)
         module.unlikelihood = stage.unlikelihood.weight if stage.unlikelihood else 1.0
         # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
-        run.fit(stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
+        fit(run, stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
 
     module.to(torch.bfloat16).float()  # the shipped weights, in half the file, are what is measured
     module.eval()
@@ -183,7 +185,7 @@ def train(run: Run[LmRecipe]) -> None:
     write_model(folder, model, tokenizer, facts)
     if run.dry:
         return
-    loop.console.print(
+    console.print(
         f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
         f"--target {folder} --prompt 'def read('"
     )

@@ -12,7 +12,7 @@ from draftsmith.data.bpe import check_ends
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.loop import Batch
+from draftsmith.train.samples import Batch
 from draftsmith.train.sections.lm import Model
 
 
@@ -30,11 +30,7 @@ class Packed:
 
 
 def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
-    """Copy a stored model's weights.
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Copy a stored model's weights."""
     stored = load_target(str(folder), device="cpu").model.state_dict()
     own = model.state_dict()
     different = [name for name in own if name not in stored or own[name].shape != stored[name].shape]
@@ -68,11 +64,7 @@ def parameters_of(m: Model) -> int:
 
 
 def check_beginning(init_from: str, m: Model) -> None:
-    """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it has another shape, or its tokenizer lacks our end tokens.
-    """
+    """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later."""
     where, folder = f"init_from={init_from}", resolve_folder(init_from)
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")

@@ -38,9 +38,11 @@ from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import add_adapters, check_loaded, cross_entropy, divergence, drift, export_target, guarded
-from draftsmith.train.loop import Batch
+from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
 
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
 
@@ -152,7 +154,7 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module, held_out: Batch) -> dict
         for top in (1, 5):
             right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
             metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
-    metrics |= run.real_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
+    metrics |= run.decode_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
     if isinstance(module, Medusa2):
         metrics |= drift(target, held_out["tokens"], held_out["supervised"])
         metrics["guarded_tau"] = guarded(module.joint, metrics["simulated_tau"], metrics["kl"])
@@ -186,7 +188,7 @@ def train(run: Run[MedusaRecipe]) -> None:
     run.start_weights(heads, target)
     module: Medusa1 = Medusa1(target, heads)
     rows = run.read_rows(target, d.num_draft_heads)
-    facts = draft_vocabulary.give(run, heads, target, rows)
+    facts = draft_vocabulary.apply(run, heads, target, rows)
     # Of no use to a target that trains to the labels alone.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows
@@ -197,7 +199,7 @@ def train(run: Run[MedusaRecipe]) -> None:
             stage = run.with_steps(stage, inputs)  # λ0 rises over them
             module = Medusa2(target, heads, stage)
         best_on = "guarded_tau" if stage.joint else "simulated_tau"
-        run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)
+        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)
     with run.evaluating(module):
         found = evaluate(run, module, run.held_out)
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)

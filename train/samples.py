@@ -23,8 +23,9 @@ from draftsmith.inference.engine.answers import answer
 from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 
+Batch = dict[str, Tensor]
 HELD_OUT = 256  # rows of each validation source that are kept
 
 

@@ -34,18 +34,15 @@ from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
 
 BLOCK = 64  # positions of a training sequence
 
 
 def load_base(run: Run[Any], target: Target) -> Drafts:
-    """The drafter, also written into the run's folder as its part.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or it was trained for another target.
-    """
+    """The drafter, also written into the run's folder as its part."""
     d, part = run.recipe.drafter, run.folder / PART
     if d.base is None:
         if not run.small:
@@ -78,11 +75,7 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
 
 def check_sizes(run: Run[Any], drafts: Drafts) -> None:
     """Refuse more clusters than the drafter's LM head has tokens, before anything slow, and say what is less than asked
-    for.
-
-    Raises:
-        ValueError: there are too many clusters.
-    """
+    for."""
     d, most = run.recipe.drafter, len(drafts.weight)
     if d.shortlist == "dynaspec":
         if d.num_clusters > most:

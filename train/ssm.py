@@ -47,9 +47,12 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import places
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.boosting import rows_of_round
-from draftsmith.train.loop import Batch, checkpoint_activations, console
+from draftsmith.train.launch import console
+from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
 from draftsmith.train.ssm_base import make_base, plans
 
 
@@ -141,7 +144,7 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
         ssm = Target(model.to(module.target.dtype), None, "the SSM in training", "")
         return DraftModelDrafter(ssm, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
 
-    return found | run.real_tau(module.target, drafter)
+    return found | run.decode_tau(module.target, drafter)
 
 
 def _held_out(run: Run[SsmRecipe], next_ranks: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -182,7 +185,7 @@ def train(run: Run[SsmRecipe]) -> None:
         if recipe.precision.gradient_checkpointing:
             checkpoint_activations(ssm.model)
         module = Ssm(ssm, target, ids, d.loss, frozen=d.layers is not None)
-        run.fit(stage, module, chosen, lambda m: evaluate(run, ranks, m), "simulated_tau", weights=weights)
+        fit(run, stage, module, chosen, lambda m: evaluate(run, ranks, m), "simulated_tau", weights=weights)
         ssm.model.eval().requires_grad_(False)
         ssms.append(ssm)
         prompts.append(left)

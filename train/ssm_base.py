@@ -13,11 +13,7 @@ from draftsmith.train.sections.ssm import SsmRecipe, Ssms
 
 
 def make_base(d: Ssms, target: Target) -> PreTrainedModel:
-    """The model of which each SSM begins as a copy, in float32.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it has another vocabulary, or the target has no such layers.
-    """
+    """The model of which each SSM begins as a copy, in float32."""
     if sharded.spreads():
         raise ValueError("SSMs are small and train on whole weights: launch without ZeRO-3 and FSDP")
     if d.layers:

@@ -33,9 +33,6 @@ def tiny(recipe: R, suffix: str = "tiny", processes: int = 1) -> R:
 
     Args:
         processes: that train it; a step has a multiple of as many sequences.
-
-    Raises:
-        ValueError: the recipe does not say its target's ``model_type``.
     """
     small = _shrunk(recipe)
     small["run"]["name"] += f"-{suffix}"
@@ -63,11 +60,7 @@ def _shrunk(value: Any) -> Any:
 
 
 def valid(recipe: type[S], content: dict[str, Any]) -> S:
-    """A small recipe from its content.
-
-    Raises:
-        ValueError: what the whole recipe asks for does not go with small data.
-    """
+    """A small recipe from its content."""
     try:
         return recipe.model_validate(content)
     except ValidationError as error:
@@ -78,11 +71,7 @@ def valid(recipe: type[S], content: dict[str, Any]) -> S:
 
 def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A recipe's target section, with the small model of the same family that :func:`write_target` puts into a run's
-    folder.
-
-    Raises:
-        ValueError: the target's family is not known.
-    """
+    folder."""
     small = {"name": str(folder / "tiny-target"), "model_type": _model_type(target), "dtype": "auto"}
     return {**target, **small, "quantize": "none", "revision": None, "trust_remote_code": False}
 
@@ -101,11 +90,7 @@ def _model_type(target: dict[str, Any]) -> str:
 
 
 def write_target(target: TargetSection) -> None:
-    """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer.
-
-    Raises:
-        ValueError: the family has no small form.
-    """
+    """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer."""
     folder, model_type = Path(target.name), str(target.model_type)
     tokenizer = AutoTokenizer.from_pretrained(resolve_folder(_BUNDLED))
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)

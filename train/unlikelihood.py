@@ -17,8 +17,9 @@ from draftsmith.data.prompts import prompts
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
 from draftsmith.train.sections.lm import Unlikelihood
 
 

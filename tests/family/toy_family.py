@@ -36,8 +36,9 @@ from draftsmith.inference.drafters.ranks import best_tree, draft_labels, label_r
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
 from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.loop import fit
 from draftsmith.train.losses import shifted_labels
-from draftsmith.train.run import Script, run_script
+from draftsmith.train.script import Script, run_script
 
 DEPTH, FOLLOWERS = 4, 3
 
@@ -74,7 +75,7 @@ def train(run):
     run.start_weights(module, target)
     rows = run.read_rows(target)
     for stage in recipe.stages:
-        run.fit(stage, module, rows, partial(evaluate, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, rows, partial(evaluate, held_out=run.held_out), "simulated_tau")
     tree = best_tree(follower_ranks(module.state_dict(), **run.held_out), 8)
     run.export(recipe.drafter.model_dump(), module.state_dict(), target, evaluate(module, run.held_out), tree)
 

@@ -54,11 +54,7 @@ class Joint(Section):
     on_drift: Literal["warn", "stop"] = Field(default="warn", description="what happens beyond max_kl")
 
     def check(self, recipe: DrafterRecipe, optim: Optim, shared: bool) -> None:
-        """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head.
-
-        Raises:
-            ValueError: the recipe asks for it.
-        """
+        """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head."""
         if optim.name != "adamw":
             raise ValueError(
                 "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
