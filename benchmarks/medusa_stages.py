@@ -25,9 +25,8 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder, read_text
-from draftsmith.common.recipe import read_recipe, reader
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.train.sections.medusa import MedusaRecipe
+from draftsmith.train.early import reader
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
@@ -40,12 +39,13 @@ PARSER.add_argument(
 )
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
-    before_imports(PARSER, lambda args: (check_prompts(args.prompts), reader(MedusaRecipe)(args)))
+    before_imports(PARSER, lambda args: (check_prompts(args.prompts), reader("medusa")(args)))
 
 import torch
 from safetensors.torch import load_file
 
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
+from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
@@ -59,6 +59,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import folders
 from draftsmith.train.medusa import SIMULATED_NODES
+from draftsmith.train.sections.medusa import MedusaRecipe
 
 console = make_console()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

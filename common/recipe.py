@@ -4,10 +4,9 @@ Unknown keys, wrong types and impossible combinations raise a one-line ``ValueEr
 nearest valid key.
 """
 
-import argparse
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
 
@@ -173,11 +172,6 @@ def _override(content: dict[str, Any], override: str, path: str) -> None:
 
 
 # ---- validation
-
-
-def reader(recipe: type[S]) -> Callable[[argparse.Namespace], S]:
-    """For ``before_imports``: read the recipe that a command line names."""
-    return lambda args: read_recipe(args.recipe, recipe, args.overrides)
 
 
 def read_recipe(path: str | Path, recipe: type[S], overrides: Sequence[str] = ()) -> S:

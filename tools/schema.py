@@ -5,22 +5,21 @@
 A recipe names its schema in its second line: ``# yaml-language-server: $schema=schema/medusa.json``.
 """
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import check_folder, write_json
+from draftsmith.train.early import recipe_class
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """The schema of each script's recipe, by the script's name: of ``medusa`` that of ``MedusaRecipe``."""
+    """The schema of each script's recipe, by the script's name."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((FOLDER.parents[1] / "train" / "sections").glob("*.py")):
-        module = importlib.import_module(f"draftsmith.train.sections.{path.stem}")
-        schema = getattr(module, f"{path.stem.capitalize()}Recipe").model_json_schema()
+        schema = recipe_class(path.stem).model_json_schema()
         found[path.stem] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
     return found
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.distill import DistillRecipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__,
@@ -32,7 +31,7 @@ PARSER = recipe_parser(
     restart="begin anew, deleting this run's answers",
     dry_run="show what would be sent; send and write nothing",
 )
-RECIPE = before_imports(PARSER, reader(DistillRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("distill")) if __name__ == "__main__" else None
 
 import torch
 
@@ -67,6 +66,7 @@ from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
 from draftsmith.train.launch import console, dtype_of
+from draftsmith.train.sections.distill import DistillRecipe
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up

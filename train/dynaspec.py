@@ -18,13 +18,12 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.dynaspec import DynaspecRecipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-dynaspec.yaml", "drafter.num_clusters=64", "two steps on a small random target"
 )
-RECIPE = before_imports(PARSER, reader(DynaspecRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("dynaspec")) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +44,7 @@ from draftsmith.train.loop import fit
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.dynaspec import DynaspecRecipe
 from draftsmith.train.shortlists import (
     BLOCK,
     Blocks,

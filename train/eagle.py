@@ -19,13 +19,12 @@ from functools import partial
 from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.eagle import DEPTH, EagleRecipe, EagleSection
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"
 )
-RECIPE = before_imports(PARSER, reader(EagleRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("eagle")) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +45,7 @@ from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, li
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.eagle import DEPTH, EagleRecipe, EagleSection
 
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
 

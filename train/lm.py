@@ -9,13 +9,12 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 from functools import partial
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.lm import LmRecipe, Lookahead
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
 )
-RECIPE = before_imports(PARSER, reader(LmRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("lm")) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy,
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch, in_turn
 from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.lm import LmRecipe, Lookahead
 from draftsmith.train.unlikelihood import continuations
 
 

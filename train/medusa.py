@@ -14,8 +14,7 @@ import copy
 from functools import partial
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.medusa import MedusaRecipe, MedusaStage
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__,
@@ -23,7 +22,7 @@ PARSER = recipe_parser(
     "stages.0.optim.lr=1e-3",
     "two steps of each stage on a small random target and bundled samples",
 )
-RECIPE = before_imports(PARSER, reader(MedusaRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("medusa")) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +42,7 @@ from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy,
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.medusa import MedusaRecipe, MedusaStage
 
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
 

@@ -16,13 +16,12 @@ import copy
 from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.recipe import reader
-from draftsmith.train.sections.ssm import DEPTH, SsmRecipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-ssm.yaml", "boost.mark=train", "two steps of each stage on a small random target"
 )
-RECIPE = before_imports(PARSER, reader(SsmRecipe)) if __name__ == "__main__" else None
+RECIPE = before_imports(PARSER, reader("ssm")) if __name__ == "__main__" else None
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +52,7 @@ from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, 
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.ssm import DEPTH, SsmRecipe
 from draftsmith.train.ssm_base import make_base, plans
 
 

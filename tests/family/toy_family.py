@@ -10,7 +10,7 @@ Shape letters: B rows or batch, S sequences, T tokens, K depths, R followers kep
 from functools import partial
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.recipe import Section, reader
+from draftsmith.common.recipe import Section, read_recipe
 from draftsmith.common.sections import DrafterRecipe, Positive
 
 # ---- the recipe: its section ``drafter``; without torch
@@ -25,7 +25,8 @@ class ToyRecipe(DrafterRecipe):
 
 
 PARSER = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "stages.0.steps=20", "two steps on a small random target")
-RECIPE = before_imports(PARSER, reader(ToyRecipe)) if __name__ == "__main__" else None
+read = lambda args: read_recipe(args.recipe, ToyRecipe, args.overrides)  # noqa: E731
+RECIPE = before_imports(PARSER, read) if __name__ == "__main__" else None
 
 import torch
 from torch import nn
