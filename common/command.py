@@ -303,8 +303,7 @@ def recipe_parser(
 ) -> argparse.ArgumentParser:
     """The command line of a command that reads a recipe.
     ``recipe``, ``override``: examples.
-    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags; without ``tiny`` the command has none of
-    them."""
+    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags. If ``tiny`` is None, they are not added."""
     parser = CommandLine(description)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")

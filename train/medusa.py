@@ -189,7 +189,7 @@ def train(run: Run[MedusaRecipe]) -> None:
     module: Medusa1 = Medusa1(target, heads)
     rows = run.read_rows(target, d.num_draft_heads)
     facts = draft_vocabulary.apply(run, heads, target, rows)
-    # Of no use to a target that trains to the labels alone.
+    # Joint training on labels changes the target, so that kept hidden states would be stale.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows
     for stage in recipe.stages:
