@@ -12,8 +12,8 @@ from pathlib import Path
 MEAN, LONGEST = 20, 40  # words per sentence
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "RESULTS.md", "benchmarks/AWAITING.md", "docs/*.md")
-ABBREVIATIONS = "".join(rf"(?<!\b{each})" for each in (r"e\.g", r"i\.e", "cf", "vs", "etc", "approx", "al", "Fig", "Eq"))
-END = re.compile(rf"{ABBREVIATIONS}\.[*_]*\s+|[.!?][\"')\]*_]*\s+(?=[\"'(\[*_]*[A-ZÀ-Þ\d])")
+ABBREVIATIONS = "".join(rf"(?<!\b{each})" for each in (r"e\.g", r"i\.e", r"i\.i\.d", "cf", "vs", "etc", "approx", "al", "Fig", "Eq"))
+END = re.compile(rf"{ABBREVIATIONS}\.[*_]*\s+|{ABBREVIATIONS}[.!?][\"')\]*_]*\s+(?=[\"'(\[*_]*[A-ZÀ-Þ\d])")
 
 
 def paragraphs(text: str) -> list[str]:
