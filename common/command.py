@@ -167,18 +167,18 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def before_imports(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], T] | None = None) -> T | None:
-    """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C during these
-    in one line; a terminal is told that they begin. Returns what ``check`` does. ``main`` parses the command line
+    """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C until their
+    end in one line; a terminal is told that they begin. Returns what ``check`` does. ``main`` parses the command line
     again."""
     _escape_unencodable()
     _refuse_other_checkout()
     args = parser.parse_intermixed_args()
+    if _handles_interrupts():
+        signal.signal(signal.SIGINT, _exit_at_once)
     try:
         found = None if check is None else check(args)
     except (OSError, ValueError) as error:
         _stop(_describe_os_error(error, False) if isinstance(error, OSError) else str(error), 2)
-    if _handles_interrupts():
-        signal.signal(signal.SIGINT, _exit_at_once)
     _say_loading()
     gc.disable()  # until run_command: imports leave next to no garbage, and looking for it is a fifth of their time
     return found
