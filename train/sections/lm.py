@@ -24,6 +24,7 @@ UNREAD = (
     *("evaluate.decode", "evaluate.prompts", "export.merged"),
 )
 Width = Annotated[int, Field(gt=0, le=1 << 18)]
+SMALLEST = 256 + 5  # tokens: the bytes, and the special ones of data/bpe.py
 
 
 class Model(Section):
@@ -38,7 +39,7 @@ class Model(Section):
         "vocab_size": 512,
     }
 
-    vocab_size: int = Field(default=4096, ge=256 + 5, le=1 << 20, description="at least the bytes and special tokens")
+    vocab_size: int = Field(default=4096, ge=SMALLEST, le=1 << 20, description="at least the bytes and special tokens")
     hidden_size: Width
     num_layers: int = Field(gt=0, le=1024)
     num_heads: int = Field(gt=0, le=1024)
