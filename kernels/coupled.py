@@ -75,7 +75,7 @@ def coupled_topk_reference(
     return finite, score[..., :count], ids.clamp(min=0).expand(-1, x.shape[1], -1).gather(2, place)
 
 
-@jit(do_not_specialize=["nodes", "logits_row", "logits_node", "tokens_row", "seed_row"])
+@jit(do_not_specialize="nodes logits_row logits_node tokens_row seed_row")
 def _coupled_kernel(
     tensors,
     nodes,

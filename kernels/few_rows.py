@@ -224,7 +224,7 @@ def _vector_kernel(
     tl.store(place, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
-@jit(do_not_specialize=["rows", "added"])
+@jit(do_not_specialize="rows added")
 def _few_rows_kernel(
     x,
     matrix,

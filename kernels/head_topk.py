@@ -63,7 +63,7 @@ def unpacked(both):
     return value, 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
 
 
-@jit(do_not_specialize=["rows", "count"])
+@jit(do_not_specialize="rows count")
 def _block_topk_kernel(
     features,
     weight,
@@ -115,7 +115,7 @@ def _block_topk_kernel(
         left = tl.where(left < best[:, None], left, none)
 
 
-@jit(do_not_specialize=["count", "candidates"])
+@jit(do_not_specialize="count candidates")
 def _merge_topk_kernel(
     values,
     ids,

@@ -53,7 +53,7 @@ def _normed(values, weight, place, inside, width, eps):
     return values
 
 
-@jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
+@jit(do_not_specialize="nodes first last tokens_row hidden_node depth_row")
 def _pair_input_kernel(
     tensors,
     nodes,

@@ -60,7 +60,7 @@ def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: in
     return (torch.stack(words, -1).flatten(1)[:, :count] >> 8).float() * 2.0**-24
 
 
-@jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])
+@jit(do_not_specialize="count stream seed_row step_row")
 def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: tl.constexpr):
     """One program per row and block of counters, each of which gives four uniforms."""
     row = tl.program_id(0).to(tl.int64)
@@ -297,7 +297,7 @@ def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: tl.co
     return floor
 
 
-@jit(do_not_specialize=["N", "K", "child_row", "child_node"])
+@jit(do_not_specialize="N K child_row child_node")
 def _distribution_kernel(
     target,
     settings,

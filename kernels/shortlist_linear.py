@@ -134,7 +134,7 @@ def _shortlist_product(
     return tl.where(known[None, :], logits, float("-inf")), text * rows + row, row < rows, place
 
 
-@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
+@jit(do_not_specialize="rows capacity features_text head_rows_text")
 def _shortlist_logits_kernel(
     head,
     out,
@@ -154,7 +154,7 @@ def _shortlist_logits_kernel(
     tl.store(out_place, logits, mask=exists[:, None] & (place < capacity)[None, :])
 
 
-@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
+@jit(do_not_specialize="rows capacity features_text head_rows_text")
 def _shortlist_topk_kernel(
     head,
     outputs,
@@ -181,7 +181,7 @@ def _shortlist_topk_kernel(
         left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
 
 
-@jit(do_not_specialize=["rows", "head_rows_text"])
+@jit(do_not_specialize="rows head_rows_text")
 def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """:func:`_tokens`, one program per node."""
     rank = tl.arange(0, BLOCK)

@@ -153,7 +153,7 @@ class _Drafts(NamedTuple):
     entry_row: int = 0
 
 
-_SIZES = ["N", "K", "R", "child_row", "child_node", "entry_batch"]  # change from step to step
+_SIZES = "N K R child_row child_node entry_batch"  # change from step to step
 
 # In the kernels: ``first`` are the offsets of a row of the batch in q and in the entries; ``draws`` are a node's draws
 # as vectors over turns: the turns, tokens, kinds and rows of q.
@@ -297,7 +297,7 @@ def _weights(target, drafts, rejected, start, BLOCK_V: tl.constexpr):
     return weights.to(tl.float64)
 
 
-@jit(do_not_specialize=[*_SIZES, "uniforms", "uniforms_row", "uniforms_node", "max_depth"])
+@jit(do_not_specialize=_SIZES + " uniforms uniforms_row uniforms_node max_depth")
 def _walk_kernel(
     target,
     drafts,
@@ -352,7 +352,7 @@ def _walk_kernel(
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
-@jit(do_not_specialize=[*_SIZES, "bonus_row"])
+@jit(do_not_specialize=_SIZES + " bonus_row")
 def _draw_kernel(
     target,
     drafts,

@@ -18,8 +18,8 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.tree_attention import Plans
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
 
 CPU = torch.device("cpu")

@@ -17,12 +17,13 @@ from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import step_attention
-from draftsmith.kernels.backend import INTERPRETING, SAME_BITS, jit, tl
+from draftsmith.kernels.attention_plan import KERNEL_TILE, TILE
+from draftsmith.kernels.backend import INTERPRETING, SAME_BITS, jit
 from draftsmith.kernels.few_rows import few_rows_product, parse_form
 from draftsmith.kernels.head_topk import head_argmax
 from draftsmith.kernels.linear import choose
 from draftsmith.kernels.step_attention import attend_tree
-from draftsmith.kernels.tree_attention import TILE, TreeKeys
+from draftsmith.kernels.tree_attention import TreeKeys
 
 GPU = torch.cuda.is_available()
 FIELDS = {} if GPU else {"num_attention_heads": 2, "num_key_value_heads": 1}  # of targets: fewer programs to interpret
@@ -110,8 +111,8 @@ def test_as_deep_as_can_be(device):
 
 
 @jit
-def _one_block_later(position, TILE: tl.constexpr):
-    return position // TILE * TILE
+def _one_block_later(position):
+    return position // KERNEL_TILE * KERNEL_TILE
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="a compiled kernel cannot be changed")
