@@ -77,19 +77,11 @@ def coupled_topk_reference(
 
 @jit(do_not_specialize="nodes logits_row logits_node tokens_row seed_row")
 def _coupled_kernel(
-    tensors,
-    nodes,
-    vocabulary,
-    count,
-    logits_row,
-    logits_node,
-    tokens_row,
-    seed_row,
-    STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors, sizes, nodes, logits_row, logits_node, tokens_row, seed_row, STREAM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     logits, scalars, best, seed, positions, tokens, values, ids = tensors
+    vocabulary, count = sizes
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +183,7 @@ def coupled_topk(
         tensors = (logits, scalars, best, seed, positions, own, values, places)
         strides = (*logits.stride()[:2], 0 if own is None or own.ndim == 1 else vocabulary, seed.stride(0))
         _coupled_kernel[(rows * nodes, blocks)](
-            tensors, nodes, vocabulary, count, *strides, STREAM=_STREAM, BLOCK=block, num_warps=4
+            tensors, (vocabulary, count), nodes, *strides, STREAM=_STREAM, BLOCK=block, num_warps=4
         )
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)

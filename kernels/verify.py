@@ -356,10 +356,7 @@ def _walk_kernel(
 def _draw_kernel(
     target,
     drafts,
-    node_in,
-    sums,
-    bonus_uniform,
-    bonus,
+    tensors,
     N,
     K,
     R,
@@ -372,8 +369,9 @@ def _draw_kernel(
     PART: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
-    the total lies in the first part of which this is true."""
+    """The draw of phase C: one row per program. The drawn token is the first whose cumulative sum exceeds u · total; it
+    lies in the first part of the vocabulary whose cumulative sum does."""
+    node_in, sums, bonus_uniform, bonus = tensors
     batch = tl.program_id(0).to(tl.int64)
     number, parts = tl.arange(0, BLOCK_P), tl.cdiv(target.vocabulary, PART)
     part_sums = tl.load(sums + batch * parts + number, mask=number < parts, other=0.0)
@@ -505,6 +503,6 @@ def verify_logits(
             _acceptances_kernel[(rows, nodes)](target, drafts, *sizes, **tile)
         outputs, strides = (path, length, node, finite, sums), uniforms.stride()[:2]
         _walk_kernel[(rows, parts)](target, drafts, uniforms, outputs, *sizes, *strides, max_depth, PART=part, **tile)
-        drawn = (node, sums, bonus_uniform, bonus, *sizes, bonus_uniform.stride(0))
+        drawn = ((node, sums, bonus_uniform, bonus), *sizes, bonus_uniform.stride(0))
         _draw_kernel[(rows,)](target, drafts, *drawn, PART=part, BLOCK_P=next_power(parts), **tile)
     return path, length, node, bonus, finite.view(torch.bool)

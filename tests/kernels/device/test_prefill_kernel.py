@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.inference.engine import runner as runner_module
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention
+from draftsmith.kernels import attention_plan
 from draftsmith.kernels import tree_attention as kernel_module
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -57,9 +58,10 @@ def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean,
         planned.append(make_plan(*arguments, min_share=1))
         return planned[-1]
 
-    monkeypatch.setattr(kernel_module, "make_plan", plan)
-    monkeypatch.setattr(runner_module, "attention_items", lambda *arguments: items)
-    monkeypatch.setattr(kernel_module, "attention_items", lambda *arguments: items)
+    for module in (kernel_module, attention_plan):
+        monkeypatch.setattr(module, "make_plan", plan)
+    for module in (kernel_module, runner_module):
+        monkeypatch.setattr(module, "attention_items", lambda *arguments: items)
     ours = prefill(target, lean, kernel=True, large=items > 2)
     windows = 1 if family == "llama" else 2
     assert len(planned) == (0 if items == 2 else 2 * windows), "once for each chunk and window, not for each layer"
