@@ -27,17 +27,17 @@ from draftsmith.kernels import (
     add_norm,
     commit,
     coupled,
+    distribution,
     few_rows,
     gated,
     grow,
     head_topk,
+    multi_step,
     pair_input,
     res_block,
     rotate_write,
-    sampling,
     step_attention,
     tree_attention,
-    verify,
 )
 from draftsmith.kernels.backend import triton
 
@@ -266,10 +266,10 @@ def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool
     logits, child = empty(1, 64, 128256, dtype=BF16), empty(1, 64, draws, dtype=INT)
     q, uniforms, of_row = empty(1, 64, 128256) if with_q else None, empty(1, 64, draws), empty(1)
     top_k, tokens, kind = empty(1, dtype=INT), empty(1, 64, dtype=INT), empty(child.shape, dtype=torch.int8)
-    verify.verify_logits(
+    multi_step.verify_logits(
         logits, of_row, top_k, of_row, of_row, tokens, child, kind, child, q, uniforms, of_row, 5, uses=uses
     )
-    sampling.philox_uniforms(top_k, top_k, 641)
+    distribution.philox_uniforms(top_k, top_k, 641)
 
 
 def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:

@@ -86,6 +86,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.benchmarks.floors import Device, Work
 from draftsmith.common.files import check_file, write_json
 from draftsmith.kernels import linear
 from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
@@ -98,9 +99,9 @@ from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.kernels.gated import gated, gated_reference
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.measured import no_collection
+from draftsmith.kernels.multi_step import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
 from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
 from draftsmith.kernels.res_block import res_block, res_block_reference
-from draftsmith.kernels.roofline import Device, Work
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
@@ -117,7 +118,6 @@ from draftsmith.kernels.tree_attention import (
     tree_attention_cached,
     tree_bias,
 )
-from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache

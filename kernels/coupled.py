@@ -1,6 +1,6 @@
 """Coupled sampling: the best tokens of log p + g, with Gumbel noise g that belongs to the text (algorithms.md §2.6).
 
-    s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.sampling`), else −∞
+    s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.distribution`), else −∞
     score(x) = s(x) + g(x),    g = −log E,    E = −log(1 − u)
 
 u is a function of the request's seed, the position in the text of the token before x, and the target's token id: so the
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.distribution import distribution_reference, distribution_scalars, philox_words
 from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, packed, tokens_at, unpacked
-from draftsmith.kernels.sampling import distribution_reference, distribution_scalars, philox_words
 
 _STREAM = 0x434F5550  # the last word of the counter; the draws of other modes have small numbers there
 _MOST_ON_CPU = 64  # tokens, in kernels/cpu.cpp

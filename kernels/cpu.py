@@ -1,5 +1,5 @@
-"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp with kernels/cpu/,
-compiled at first use.
+"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp, with the files of
+kernels/cpu/, compiled at first use.
 
 Each row is computed by itself, in an order that does not depend on other rows or on where its keys lie: see there. The
 library is built by the machine's C++ compiler in about two seconds, and kept in the cache folder. Without a compiler,

@@ -113,8 +113,8 @@ def _block_topk_kernel(
 
 @jit(do_not_specialize="count candidates")
 def _merge_topk_kernel(lists, last, vocabulary, count, candidates, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One program per row and part of its candidates. Blocks of candidates are distributed round-robin over the programs
-    of a row; each block is read once, and its best are merged with those of the program's earlier blocks.
+    """Several programs per row. Blocks of candidates are distributed round-robin over the programs of a row; each block
+    is read once, and its best are merged with those of the program's earlier blocks.
 
     With ``tops`` and ``sums`` of the row's P = ``blocks`` blocks of the vocabulary, the values become log q; with
     ``tokens``, the ids their entries there.

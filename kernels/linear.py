@@ -237,8 +237,8 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 @contextmanager
 def no_step() -> Iterator[None]:
-    """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already,
-    or PyTorch's; on a CPU products of many rows are faster, but their bits depend on the number of rows."""
+    """Context of prefill. On a GPU no form is measured inside: products take a form that is known already, or PyTorch's.
+    On a CPU they are PyTorch's, faster for many rows, but with bits that depend on the number of rows."""
     global _no_step
     before, _no_step = _no_step, True
     try:
@@ -303,10 +303,13 @@ def _fastest_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 
 def time_on_gpu(form: str, x: Tensor, matrix: Tensor, partial: bool) -> float:
-    """Seconds of a product in this form as it is used: with ``partial``, a kernel that reads its parts follows, in
-    place of the one that adds them up, but not in a form that does the rest itself (:func:`folding_form`; the norm that
-    it may compute is not timed). Each call reads another copy of the matrix, as in a model of many layers; together
-    they are larger than the L2 cache."""
+    """Seconds of a product in this form.
+
+    With ``partial``, the split-K output of several parts is timed with its reduction (:func:`sum_parts`), in place of
+    the kernel of the caller that fuses it; a form of one part (:func:`folding_form`) is timed alone, without the norm
+    that it may compute. Each call reads another copy of the matrix, as in a model of many layers; together the copies
+    are larger than the L2 cache.
+    """
     size = matrix.numel() * matrix.element_size()
     cache = torch.cuda.get_device_properties(matrix.device).L2_cache_size if matrix.is_cuda else 0
     copies = [matrix] + [matrix.t().clone().t() for _ in range(3 * cache // size)]

@@ -28,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(True, True, True)) -> None:
-    from draftsmith.kernels.verify import verify_logits
+    from draftsmith.kernels.multi_step import verify_logits
 
     logits, child = torch.zeros(1, 4, 4096, dtype=dtype), torch.zeros(1, 4, most, dtype=torch.int64)
     q, ids = torch.zeros(1, 4, 4096) if with_q else None, None

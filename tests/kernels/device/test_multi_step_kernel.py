@@ -14,8 +14,8 @@ from launches import Launches
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
 from draftsmith.inference.verify.verify import Verifier
-from draftsmith.kernels.sampling import distribution_reference
-from draftsmith.kernels.verify import (
+from draftsmith.kernels.distribution import distribution_reference
+from draftsmith.kernels.multi_step import (
     IID,
     ONE_HOT,
     WITHOUT_REPLACEMENT,
