@@ -1,4 +1,4 @@
-"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp, with the files of
+"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp and the files in
 kernels/cpu/, compiled at first use.
 
 Each row is computed by itself, in an order that does not depend on other rows or on where its keys lie: see there. The

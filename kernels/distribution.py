@@ -15,8 +15,8 @@ nothing of size V is written, and nothing is sorted: floors are searched among t
 different logits.
 
 If a node's draws are all one-hot, their acceptance probabilities (phase A of kernels/multi_step.py) come from the pass
-that sums Z: the residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus that
-of the later draws' tokens, a sum without cancellation.
+that sums Z: the residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus
+that of the later draws' tokens, a sum without cancellation.
 
 Uniforms are those of Philox 4×32-10 (Salmon et al., 2011).
 

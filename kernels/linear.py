@@ -237,7 +237,7 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 @contextmanager
 def no_step() -> Iterator[None]:
-    """Context of prefill. On a GPU no form is measured inside: products take a form that is known already, or PyTorch's.
+    """Context of prefill. On a GPU no form is measured inside: products take one that is known already, or PyTorch's.
     On a CPU they are PyTorch's, faster for many rows, but with bits that depend on the number of rows."""
     global _no_step
     before, _no_step = _no_step, True
