@@ -11,10 +11,11 @@ distribution with temperature, top-k, top-p and min-p. Three phases:
 
 Nothing of size V is written. p is computed where it is needed from the logits and a few numbers of each node, which
 kernels/distribution.py finds in one pass over all nodes; where every draw is one-hot, the same launch does phase A.
-Other draws have a kernel for phase A, which keeps each draw's acceptance probability, the mass of (r − q)+ after it and,
-for draws without replacement, the mass that q had left: any r(x) follows from p(x), the earlier draws' q and these. For
-phases B and C the vocabulary is cut into parts: programs of one launch walk down the tree, each for itself, and sum the
-residual over their part; a second launch scans only the part in which the inverse of the cumulative sum lies.
+Other draws have a kernel for phase A, which keeps each draw's acceptance probability, the mass of (r − q)+ after it
+and, for draws without replacement, the mass that q had left: any r(x) follows from p(x), the earlier draws' q and
+these. For phases B and C the vocabulary is cut into parts: programs of one launch walk down the tree, each for itself,
+and sum the residual over their part; a second launch scans only the part in which the inverse of the cumulative sum
+lies.
 
 A q over a reduced vocabulary is not widened: a map from the target's tokens to the entries of q is made before the
 launch, and looked up wherever q is read; a token without an entry has probability 0.
