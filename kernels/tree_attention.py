@@ -263,9 +263,9 @@ def _tree_attention_kernel(
     key_depth,
     plan,
     partials,
-    settings,
     num_queries,
     num_tree_keys,
+    settings,
     ancestors_batch,
     ancestors_query,
     depth_batch,
@@ -579,8 +579,7 @@ def tree_attention_cached(
         _tree_attention_kernel[grid](
             *((one, *one.stride()[:3]) for one in (q, k, v, out)),  # out's strides computed from others would spill
             *(lengths, ancestors, *depths, None if plan is None else (*plan,), partials),
-            (width, scale * math.log2(math.e), softcap),
-            *(queries, num_tree_keys, *ancestors.stride()[:2]),
+            *(queries, num_tree_keys, (width, scale * math.log2(math.e), softcap), *ancestors.stride()[:2]),
             *(0 if one is None else one.stride(0) for one in depths),
             **{"KV_HEADS": kv_heads, "GROUP": group, "WINDOW": window, **tile},
         )
