@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import constant, jit, next_power, tl, why_not_triton
 
 TILE = 64  # slots; the bits of a tile of tree keys are one word
-KERNEL_TILE = tl.constexpr(TILE)
+KERNEL_TILE = constant(TILE)
 MIN_SHARE = 2  # tiles of an item of a row that is split, at least
 
 

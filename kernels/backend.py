@@ -28,6 +28,8 @@ else:
     except ImportError:  # a CPU build of torch
         triton, tl = None, SimpleNamespace(constexpr=int)
 
+constant: Any = tl.constexpr  # of a number of a module that kernels read
+
 # Environment variable: if it is set, the bits of a row of a step, by Triton's kernels, depend neither on the number of
 # rows nor on where its keys lie: drafting then never changes a bit. Kernels take one tile for any number of rows.
 SAME_BITS = "DRAFTSMITH_SAME_BITS"

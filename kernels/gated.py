@@ -113,7 +113,7 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     gate_up = dense(gate_up)
     assert all(one is None or one.stride(-1) == 1 for one in (out, bias))
     # Small blocks, so that even a single row has many programs.
-    tile = {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
+    tile: dict[str, Any] = {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
     tile |= {"PARTS": len(gate_up), "ACT": act}
     strides = (*gate_up.stride()[:2], out.stride(0))
     with torch.cuda.device_of(gate_up):

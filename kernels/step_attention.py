@@ -20,11 +20,11 @@ from torch import Tensor
 
 from draftsmith.kernels.attention_plan import KERNEL_TILE, TILE
 from draftsmith.kernels.attention_tiles import attention_tile
-from draftsmith.kernels.backend import dense, jit, tl
+from draftsmith.kernels.backend import constant, dense, jit, tl
 from draftsmith.kernels.tree_attention import TreeKeys, add_tile, tree_attention_cached
 
 SPAN = 512  # positions of a part, which one program adds up
-_KERNEL_SPAN = tl.constexpr(SPAN)
+_KERNEL_SPAN = constant(SPAN)
 _CHANGING = "lengths depth num_queries parts depth_batch"
 
 
