@@ -362,7 +362,7 @@ def _tree_attention_kernel(
     if parts == 1:
         rows_out = out + batch * out_batch + head * out_head + query * out_query
         tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    elif partials is not None:
+    elif plan is not None:
         partial, partial_lse, arrived = partials
         place = (item.to(tl.int64) * num_queries + query) * (KV_HEADS * GROUP) + head
         tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside)
