@@ -27,8 +27,9 @@ class Part:
     rehearsal: the same at toy size on a CPU.
     judge: of what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
-    uses: packages by import name that the commands import in functions or behind ``except ImportError``, and that this
-        part cannot do without; those that their modules import are known (:mod:`draftsmith.benchmarks.gpu.closure`).
+    uses: packages by import name that the commands import in functions or behind ``except ImportError``, or fixtures,
+        and that this part cannot do without; those that their modules import are known
+        (:mod:`draftsmith.benchmarks.gpu.closure`).
     after: parts that have to pass first.
     makes: files that parts after this one need; without them its result does not count there.
     brings: files that are copied to the table's folder, whatever the result: weights, which the archive leaves out.
@@ -79,6 +80,7 @@ PACKAGES = {
 UNUSED = ("bitsandbytes", "datasets", "deepspeed", "flashinfer", "huggingface_hub", "pyarrow", "wandb")
 
 REPORT = ("scipy", "matplotlib", "tokenizers")  # of decode.py and serving.py
+FIXTURES = ("pydantic", "jinja2", "tokenizers")  # of tests that train a tokenizer
 
 
 # ---- commands; {here} is the part's own folder
@@ -218,7 +220,7 @@ PARTS = (
                "tests/inference/engine/test_tree_logits.py tests/inference/engine/test_batching.py "
                "tests/inference/engine/test_engine_sampling.py tests/inference/verify/test_sampling.py"),),
         (tests("--device cpu tests/inference/engine/test_engine.py -k 'llama-1 or mates'"),),
-        judges.tests_of("engine"), ("triton",), timed=False,
+        judges.tests_of("engine"), ("triton", *FIXTURES), timed=False,
     ),
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 220,
@@ -226,7 +228,7 @@ PARTS = (
                "tests/inference/drafters/test_draft_model.py tests/inference/drafters/test_merged.py "
                "tests/inference/drafters/test_merged_lossless.py tests/inference/drafters/test_ngram.py"),),
         (tests("--device cpu tests/inference/drafters/test_ngram.py -k 'static and not reference'"),),
-        judges.tests_of("drafters"), ("triton",), timed=False,
+        judges.tests_of("drafters"), ("triton", *FIXTURES), timed=False,
     ),
     Part(
         "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 200,
