@@ -78,6 +78,11 @@ def check_options(args: argparse.Namespace, *counts: str) -> None:
     check_file("--out", getattr(args, "out", None))
 
 
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Some options of a command, as they stand in its report."""
+    return {name: getattr(args, name) for name in names}
+
+
 def check_positive(option: str, value: float, what: str = "") -> None:
     """
     Raises:

@@ -48,6 +48,7 @@ from draftsmith.benchmarks.options import (
     check_once,
     check_options,
     check_positive,
+    chosen,
     list_option,
     machine_options,
     prompts_option,
@@ -101,7 +102,7 @@ from draftsmith.benchmarks.serving_load import (
     measure_server,
     rounded,
 )
-from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import GREY, cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.endpoint import not_sent_line

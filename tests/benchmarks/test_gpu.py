@@ -24,7 +24,6 @@ from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in,
 from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, seconds_of, with_needed
 from draftsmith.common.recipe import read_recipe
-from draftsmith.inference.drafters.dynamic import DynamicShape, read_dynamic
 
 pytestmark = pytest.mark.measurement
 
@@ -309,7 +308,10 @@ def test_results_depend_on_the_files_behind_them(monkeypatch):
     assert changed() == set() and changed(device="another") == everything
     assert changed_by("kernels/backend.py") == everything, "every command loads the kernels"
     assert changed_by("train/ssm.py") == {"ssm"} and changed_by("recipes/tiny-medusa.yaml") == {"medusa"}
-    assert changed_by("benchmarks/kernel_timing.py") & WITHOUT_PYDANTIC == WITHOUT_PYDANTIC - {"kernels"}
+    assert changed_by("benchmarks/kernel_timing.py") & WITHOUT_PYDANTIC == WITHOUT_PYDANTIC - {
+        "kernels",
+        "eagle-unroll",
+    }
     assert changed_by("benchmarks/serving.py") == {"serving"}
     assert changed_by("tests/inference/drafters/test_ngram.py") == {"drafters"}
     assert changed_by("README.md") == set() == changed_by("benchmarks/gpu/run.py")
@@ -380,10 +382,10 @@ def test_a_part_that_is_killed_says_what_failed(tmp_path):
     for name, wanted in (("bad", 4), ("fine", 3)):
         (tmp_path / f"test_{name}.py").write_text(test.replace("WANTED", str(wanted)))
         command = (f"python -m pytest -v -p no:cacheprovider {tmp_path}/test_{name}.py",)
-        parts.append(Part(name, "", 6, command, command, gpu_judges.tests_of(name), timed=False))
+        parts.append(Part(name, "", 12, command, command, gpu_judges.tests_of(name), timed=False))
     bad, fine = run(tmp_path, *parts, workers=2)
-    assert bad.result == "fail" and bad.value.startswith("killed after 6 s; 0 passed, 1 failed")
-    assert (fine.result, fine.value) == ("cut short", "killed after 6 s; 1 passed, 0 failed, 0 skipped")
+    assert bad.result == "fail" and bad.value.startswith("killed after 12 s; 0 passed, 1 failed")
+    assert (fine.result, fine.value) == ("cut short", "killed after 12 s; 1 passed, 0 failed, 0 skipped")
     assert "AssertionError: the reason" in (tmp_path / "bad" / "log.txt").read_text()
 
 
@@ -468,18 +470,6 @@ def test_figures_that_are_missing(tmp_path):
     ]
 
 
-def test_parts_of_a_rehearsal_run_beside_each_other(tmp_path):
-    """Two that wait for each other's file; a third only after the first."""
-    wait = (
-        "import time, os; open('OUT/ME', 'w'); [time.sleep(0.05) for _ in range(400) if not os.path.exists('OUT/IT')]"
-    )
-    scripts = [wait.replace("ME", me).replace("IT", it) for me, it in (("a", "b"), ("b", "a"))]
-    late = part("late", "import os; assert os.path.exists('OUT/first/result.json')", after=("first",))
-    found = run(tmp_path, part("first", scripts[0]), part("second", scripts[1]), late, workers=2, rehearsal=True)
-    assert [(one.part, one.result) for one in found] == [("first", "pass"), ("second", "pass"), ("late", "pass")]
-    assert max(one.seconds for one in found) < 15
-
-
 # ---- commands and goals
 
 
@@ -505,19 +495,6 @@ def test_every_command_can_be_typed(run_main, tmp_path):
                     read_recipe(gpu_closure.ROOT / asked.recipe, recipe, asked.overrides)
     code, printed, _ = run_main(gpu.main, "--list", "--only", "step", "--work", tmp_path)
     assert code == 0 and "\nstep: every step within" in printed and "--graphs" in printed
-
-
-def test_trees_of_eagle(tmp_path):
-    """The command between calibration and decoding: the fixed tree without the dynamic one beside it, and the other."""
-    folder = gpu_judges.model_folder(tmp_path, "eagle", False)
-    folder.mkdir(parents=True)
-    (folder / "tree.json").write_text('{"paths": [[0], [0, 0]], "dynamic": {"top_k": 1, "depth": 2, "nodes": 2}}')
-    (tmp_path / "eagle-decode").mkdir()
-    (one,) = (one for one in PARTS if one.name == "eagle-decode")
-    (command,) = (each for each in processes.commands_of(one, tmp_path, False) if each.startswith("python -c"))
-    subprocess.run([sys.executable, *gpu_closure.words_of(command)[1][1:]], check=True)
-    assert json.loads((tmp_path / "eagle-decode" / "fixed.json").read_text()) == {"paths": [[0], [0, 0]]}
-    assert read_dynamic(tmp_path / "eagle-decode" / "dynamic.json") == DynamicShape(4, 6, 32)
 
 
 def test_variables_before_a_command(tmp_path):

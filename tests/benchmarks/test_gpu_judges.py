@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draftsmith.benchmarks.gpu import judges
+from draftsmith.benchmarks.gpu import judges, kernel_judges
 
 pytestmark = pytest.mark.measurement
 
@@ -53,7 +53,7 @@ def test_goals_of_steps(tmp_path, write):
         rows = [step_row(1, None, plain), step_row(16, "shared", other)]
         rows += [step_row(64, "shared", many, many / plain, 2e12), step_row(64, "own", 0.0)]
         write("step/step.json", {"rows": rows, "limits": {"llama3-8b": LIMITS}, "planned": 4} | more)
-        return judges.judge_step(tmp_path, False)
+        return kernel_judges.judge_step(tmp_path, False)
 
     found = judged(5.0e-3, 7.2e-3)
     assert found.met and "plain 5.00 ms = 1.13 × floor (goal 1.13); 64 nodes 7.20 ms = 1.33 × floor" in found.value
@@ -70,18 +70,18 @@ def test_goals_beside_steps(tmp_path, write):
     for more, met in ((1e-5, True), (-1e-5, False)):
         theirs = [ours[0] | {"median": ours[0]["median"] + 1e-5}, ours[1] | {"median": ours[1]["median"] + more}]
         write("lean/step.json", {"rows": theirs, "planned": 4})
-        found = judges.judge_lean(tmp_path, False)
+        found = kernel_judges.judge_lean(tmp_path, False)
         assert found.met is met and found.missing == "2 of 4 figures are missing"
     write("lean/step.json", {"rows": []})
     with pytest.raises(ValueError, match="no step was measured both ways"):
-        judges.judge_lean(tmp_path, False)
+        kernel_judges.judge_lean(tmp_path, False)
     for pdl, merged, met in ((4.95e-3, 99.0, True), (4.8e-3, 99.0, False), (5e-3, 90.0, False)):
         for name, median in (("default", 5e-3), ("pdl", pdl), ("logits", 5e-3), ("same-bits", 9e-3)):
             write(f"switches/{name}.json", {"rows": [step_row(1, None, median)]})
         ways = {"triton": 100.0, "triton, last program merges": merged}
         rows = [kernel_row("attention", way, {"B": 1}, us, 1.0) for way, us in ways.items()]
         write("switches/attention.json", {"rows": rows})
-        assert judges.judge_switches(tmp_path, False).met is (merged > 98 and met)
+        assert kernel_judges.judge_switches(tmp_path, False).met is (merged > 98 and met)
 
 
 def test_goal_of_kernels_in_a_step(tmp_path, write):
@@ -89,7 +89,7 @@ def test_goal_of_kernels_in_a_step(tmp_path, write):
     for kernels, met in ((520, True), (521, False)):
         rows = [{"nodes": 1, "median": 4e-3, "profile": {"kernels": n, "seconds": 3e-3}} for n in (100, kernels)]
         write("profile/step.json", {"rows": rows})
-        assert judges.judge_profile(tmp_path, False).met is met
+        assert kernel_judges.judge_profile(tmp_path, False).met is met
 
 
 def test_a_product_is_whole(tmp_path, write):
@@ -97,7 +97,7 @@ def test_a_product_is_whole(tmp_path, write):
     ways = {"torch.mm": 12.0, "4 x 64": 10.0, "parts: 4 x 64": 8.0}
     rows = [kernel_row("few_rows", way, {"M": 1, "K": 4096}, us, moved=28e6) for way, us in ways.items()]
     write("products/kernels.json", {"bandwidth": 4e12, "shapes": {"done": 1, "planned": 1}, "rows": rows})
-    found = judges.judge_products(tmp_path, False)
+    found = kernel_judges.judge_products(tmp_path, False)
     assert found.value == "1 rows: 70%–70% of the bandwidth, 1.20–1.20 × torch.mm"
 
 
@@ -109,7 +109,7 @@ def test_goals_of_kernels(tmp_path, write):
 
     def judged(*rows, done=9):
         write("kernel-bench/kernels.json", {"rows": rows, **LIMITS, "shapes": {"done": done, "planned": 9}})
-        return judges.judge_kernels(tmp_path, False)
+        return kernel_judges.judge_kernels(tmp_path, False)
 
     few = [row("SDPA", 16, 1.3), row("flex_attention", 16, 1.4), row("plan", 16, 9.0)]
     many = [row("SDPA", 64, 4.0), row("flex_attention", 64, 3.85), row("flashinfer", 64, 3.4)]
@@ -136,7 +136,7 @@ def test_goals_of_training(tmp_path, write):
             for stage, share in zip(("medusa-1", "medusa-2"), shares, strict=False)
         ]
         write("train-step/train.json", {"results": rows, "shape": {"stages": ["medusa-1", "medusa-2"]}})
-        found = judges.judge_training(tmp_path, False)
+        found = kernel_judges.judge_training(tmp_path, False)
         assert found.met is met and bool(found.missing) is (len(shares) < 2)
     write("models/eagle/tree.json", {"paths": [[0], [0, 0]]})
     metrics = '{"tokens_per_second": 9000, "loss": 1}\n{"simulated_tau": 2.5}\n'
@@ -208,7 +208,7 @@ def test_goals_of_unrolled_steps(tmp_path, write):
         row = {"steps": steps, "ratio": ratio, "seconds": {"draftsmith": 0.1 * ratio, "dense": 0.1}}
         row |= {"peak_memory_bytes": {"draftsmith": memory, "dense": 2e9 if memory else None}}
         write("eagle-unroll/unroll.json", {"results": [row], "shape": {"steps": [1, 7]}})
-        found = judges.judge_unroll(tmp_path, False)
+        found = kernel_judges.judge_unroll(tmp_path, False)
         assert found.met is met and found.missing == "1 of 2 figures are missing"
 
 
@@ -221,7 +221,7 @@ def test_goals_of_shortlists(tmp_path, write):
             times = {"full head": 300.0, "shortlist": us, "shortlist, topk": 999.0}
             rows = [kernel_row("shortlist", way, shape, t, moved, difference=difference) for way, t in times.items()]
             write(f"shortlist/{width}.json", {"rows": rows, **LIMITS, "shapes": {"done": 1, "planned": planned - 1}})
-        return judges.judge_shortlist(tmp_path, rehearsal)
+        return kernel_judges.judge_shortlist(tmp_path, rehearsal)
 
     found = judged(62.0)
     assert (
@@ -235,7 +235,7 @@ def test_goals_of_shortlists(tmp_path, write):
             judged(62.0, difference=wrong, rehearsal=rehearsal)
     judged(62.0)
     (tmp_path / "shortlist" / "576.json").unlink()
-    assert judges.judge_shortlist(tmp_path, False).missing == "1 of 2 figures are missing"
+    assert kernel_judges.judge_shortlist(tmp_path, False).missing == "1 of 2 figures are missing"
 
 
 def test_serving(tmp_path, write):
@@ -296,7 +296,7 @@ def test_kernels_around_the_products(tmp_path, write):
         for way, us in (("plain PyTorch", 30.0), ("triton", 10.0))
     ]
     write("around/kernels.json", {**LIMITS, "shapes": {"done": 2, "planned": 3}, "rows": rows})
-    found = judges.judge_around(tmp_path, False)
+    found = kernel_judges.judge_around(tmp_path, False)
     assert found.met is None and found.missing == "1 of 3 shapes are missing"
     assert found.value.startswith(
         "one-hot, V = 128256: 50 µs = 10.0 × floor; one-hot, top-k and top-p, V = 128256: 300"

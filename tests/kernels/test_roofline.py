@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.benchmarks.gpu import judges as gpu_judges
+from draftsmith.benchmarks.gpu import kernel_judges as gpu_judges
 from draftsmith.benchmarks.options import SHAPES
 from draftsmith.benchmarks.shapes import grow_tree, random_heads, works_of_step
 from draftsmith.inference.verify.tree import Topology
