@@ -165,21 +165,6 @@ def test_the_page_is_that_of_the_kept_results():
     assert claims.PAGE in (ROOT / "RESULTS.md").read_text() and claims.PAGE in (ROOT / "zensical.toml").read_text()
 
 
-def test_verdicts_in_short():
-    """In --list: the first word, and how many of the judged figures it is about."""
-    claim = claims.BY_NAME["medusa-sparse-tree"]
-    good, bad, beside = Figure("a", 2.0, (1.5, 2.5), 1.0), Figure("b", -1.0, (-2.0, -0.5), 0.0), Figure("c", 1.0)
-    for figures, said in (([good, bad, beside], "refuted for 1 of 2"), ([good, beside], "confirmed for 1 of 1")):
-        result = {"figures": list(map(vars, figures)), "verdict": claims.judge(figures)}
-        assert claims.in_short(claim, [result]) == said
-    assert claims.in_short(claims.BY_NAME["specinfer-sequences"], []) == "not comparable"
-    sure, unsure = ([Figure(what, 2.0, (low, 2.5), 1.0) for what in "ab"] for low in (1.5, 0.5))
-    first = [sure[0], unsure[1]]
-    for second, said in ((first, "undecided for 1 of 2, 2 seeds"), ([unsure[0], sure[1]], "undecided, 2 seeds")):
-        results = [{"seed": 0, "figures": list(map(vars, each)), "verdict": "undecided"} for each in (first, second)]
-        assert claims.in_short(claim, results) == said, "of the same figures by both seeds, or of others"
-
-
 def test_another_seed_is_another_run():
     """Its texts, or what is trained, are others, and nothing of the first run is taken for its own."""
     for name in [claim.name for claim in CLAIMS if claim.read is not None]:
@@ -209,23 +194,6 @@ def test_a_verdict_of_two_seeds(second, verdict):
     assert claims.verdict_of(claim, results) == verdict
     same = verdict.startswith("confirmed")
     assert claims.in_short(claim, results) == ("confirmed for 1 of 1, 2 seeds" if same else "undecided, 2 seeds")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give the NAMEs of claims, or one of --list, --table and --keep"),
-        (["--list", "--table"], "give the NAMEs of claims, or one of"),
-        (["--list", "--small"], "--small, --show and --seed need the NAME of a claim"),
-        (["eagle-dynamic-tree", "--seed", "-1"], "--seed -1: must be 0 or more"),
-        (["eagle-dynamic-tre"], "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
-        (["magicdec-speed"], "magicdec-speed: awaits a GPU; --show prints its commands"),
-        (["specinfer-sequences"], "specinfer-sequences: there is no decoder of separate sequences"),
-    ],
-)
-def test_bad_input(run_main, tmp_path, words, message):
-    code, _, err = run_main(claims.main, *words, "--out", tmp_path, script="benchmarks/claims.py")
-    assert code == 2 and err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
 def test_a_command_that_fails_is_named(run_main, tmp_path):

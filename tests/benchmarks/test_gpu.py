@@ -254,28 +254,6 @@ def test_every_import_is_declared():
         assert not found.packages & set(UNUSED), one.name
 
 
-def test_what_an_import_is(tmp_path, monkeypatch):
-    """The rule, by example."""
-    monkeypatch.setattr(gpu_closure, "ROOT", tmp_path)
-    for name, text in {
-        "train/a.py": "import json, one\nfrom draftsmith.data import b\nif TYPE_CHECKING:\n    import never\n"
-        "def f():\n    import two\n    from draftsmith.train.c import g\n",
-        "data/b.py": 'try:\n    import three\nexcept ImportError:\n    pass\nNAME = "draftsmith.models.d"\n',
-        "train/c.py": "class C:\n    import four.five\n",
-        "models/d.py": "import six\n",
-        "tests/conftest.py": "import seven\n@fixture\ndef asked():\n    import never\n",
-        "tests/test_x.py": "def test(asked):\n    import ten\n    import helper\n",
-        "tests/helper.py": "import eleven\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    found = gpu_closure.closure_of([tmp_path / "train/a.py"])
-    assert {path.name for path in found.files} == {"a.py", "b.py", "c.py", "d.py"}
-    assert (found.packages, found.optional) == ({"one", "four", "six"}, {"two", "three"})
-    found = gpu_closure.closure_of([tmp_path / "tests/test_x.py"])
-    assert found.packages == {"seven", "ten", "eleven"} and not found.optional
-
-
 def test_which_parts_can_run(run_main, tmp_path):
     """All on the image, with six wheels that it lacks."""
     code, said, _ = run_main(gpu.main, "--packages", IMAGE)

@@ -57,20 +57,6 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
     assert rows[1]["of_bound"] == pytest.approx(bound / rows[1]["median_us"] * 1e6)
 
 
-def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
-    """Of their definition, where there is no GPU."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    args = kernel_times.parser().parse_args(["few_rows", "--dtype", "float32"])
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = kernel_timing.Table(kernel_timing.Device(1e9, 1e12), "here", args)
-    with torch.inference_mode():
-        kernel_cases.bench_few_rows(args, table, 4, 1500, 60)
-    assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
-    assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
-    assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
-    assert table.rows[0].operations == 2 * 4 * 1500 * 60
-
-
 def test_a_killed_command_keeps_its_rows(tmp_path):
     """Whatever was measured before it was killed, also within a shape."""
     file, seen = tmp_path / "rows.json", []

