@@ -14,15 +14,14 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from draftsmith.benchmarks.servers import free_port, request, wait_for
 from draftsmith.common.command import CommandLine, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,9 +77,7 @@ def check_sglang(command: str, fields: Path = SGLANG) -> str:
 
 def serve(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Start vLLM, ask it for a text, and return how many drafts it made. Raises ValueError: it failed, or made none."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = folder / "server.log"
     words = ["bash", "-c", f"exec {command} --port {port}"]
     with log.open("w") as file:
@@ -88,23 +85,13 @@ def serve(command: str, folder: Path, environment: dict[str, str]) -> str:
             words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
 
-    def ask(path: str, body: dict[str, object] | None = None) -> str:
-        data, kind = (None if body is None else json.dumps(body).encode()), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, kind)
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.read().decode()
+    def failure() -> ValueError:
+        said = [line for line in log.read_text().splitlines() if "Error" in line]
+        return ValueError(f"it does not serve: {(said or ['no answer'])[-1].strip()}")
 
+    ask = partial(request, port)
     try:
-        ends = time.monotonic() + 60 * MINUTES
-        while True:
-            try:
-                ask("/health")
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > ends:
-                    said = [line for line in log.read_text().splitlines() if "Error" in line]
-                    raise ValueError(f"it does not serve: {(said or ['no answer'])[-1].strip()}") from None
-                time.sleep(1)
+        wait_for(port, server, failure, 60 * MINUTES)
         model = json.loads(ask("/v1/models"))["data"][0]["id"]
         ask("/v1/completions", {"model": model, "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0})
         metrics = ask("/metrics")

@@ -3,7 +3,7 @@
 import pytest
 
 from draftsmith.benchmarks import readers
-from draftsmith.benchmarks.coder_table import between
+from draftsmith.benchmarks.documents import between
 from draftsmith.models.readers import READERS
 
 

@@ -133,8 +133,13 @@ def test_shifted_layers_are_those_of_openvinos_card(served, tmp_path):
     assert (tmp_path / "README.md").read_text() == before.replace('_list value="1 5 8" ', '_list value="2 6 9" ')
 
 
-def test_a_server_that_fails_is_one_line():
-    """This environment has no vLLM."""
+def test_a_server_that_fails_is_one_line(tmp_path):
+    """This environment has no vLLM. One that is killed is named."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "bin/python").chmod(0o755)
+    with pytest.raises(ValueError, match="it was killed, most likely for memory"):
+        in_server({"server": "vllm", "environment": str(tmp_path), "method": None, "prompts": []})
     job = {"server": "vllm", "environment": sys.prefix, "method": None, "prompts": []}
     with pytest.raises(ValueError, match="the server failed: ModuleNotFoundError: No module named 'vllm'"):
         in_server(job)
@@ -148,6 +153,9 @@ def test_a_server_that_fails_is_one_line():
 def test_a_drafter_that_is_not_exported(run_main, tmp_path):
     """A row says why; that alone is no success."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
+    words = ["ngram", "--target", "models/tiny-lm", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path]
+    code, _, err = run_main(serve_check.main, *words)
+    assert code == 2 and "bin/python is missing; `make serve-check SERVERS=vllm` makes it" in err
     program = tmp_path / "bin/python"
     program.parent.mkdir()
     program.touch(0o755)
@@ -166,18 +174,3 @@ def test_a_drafter_that_is_not_exported(run_main, tmp_path):
     (tmp_path / "build/bin/llama-server").touch(0o755)
     code, printed, _ = run_main(serve_check.main, tmp_path / "third", *words[1:], "--server", "llamacpp")
     assert code == 1 and "third: not exported: it has norm_output without fc_norm, which llama.cpp's conv" in printed
-
-
-def test_a_killed_server_is_named(tmp_path):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text("#!/bin/sh\nkill -9 $$\n")
-    (tmp_path / "bin/python").chmod(0o755)
-    with pytest.raises(ValueError, match="it was killed, most likely for memory"):
-        in_server({"server": "vllm", "environment": str(tmp_path), "method": None, "prompts": []})
-
-
-def test_no_server(run_main, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
-    words = ["ngram", "--target", "models/tiny-lm", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path]
-    code, _, err = run_main(serve_check.main, *words, "--server", "llamacpp")
-    assert code == 2 and "bin/llama-server is missing; `make serve-check SERVERS=llamacpp` makes it" in err
