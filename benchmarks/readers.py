@@ -15,7 +15,7 @@ from pathlib import Path
 from draftsmith.benchmarks.coder_table import between
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import read_text, write_text
-from draftsmith.models.readers import READ_BY, READERS, Reader
+from draftsmith.models.serving.readers import READ_BY, READERS, Reader
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- fields -->", "<!-- /fields -->"

@@ -55,7 +55,7 @@ import shlex
 import sys
 
 from draftsmith.common.files import check_folder
-from draftsmith.models.from_published import chain_of, load_stored, read_published, write_imported
+from draftsmith.models.serving.from_published import chain_of, load_stored, read_published, write_imported
 from draftsmith.models.stored import published_folder
 
 

@@ -80,7 +80,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: there is no such interpreter, the drafter cannot be exported, or the package failed.
     """
-    from draftsmith.models.export import export, open_source
+    from draftsmith.models.serving.source import open_source
+    from draftsmith.models.serving.to_servers import export
     from draftsmith.models.stored import resolve_folder
 
     if shutil.which(args.python) is None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from exported_logits import difference
 from torch import nn
 
 from draftsmith.benchmarks import serve_check
@@ -14,10 +15,10 @@ from draftsmith.benchmarks.servers import said
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.exported import difference
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
 pytestmark = pytest.mark.measurement
@@ -36,8 +37,8 @@ def served(tmp_path_factory):
             nn.init.normal_(weight, std=0.03)
     folder = tmp_path_factory.mktemp("drafter")
     write_drafter(folder / "mine", "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
-    source = export.open_source(str(folder / "mine"), "vllm")
-    export.export(source, "vllm", folder / "out")
+    source = open_source(str(folder / "mine"), "vllm")
+    to_servers.export(source, "vllm", folder / "out")
     plain = SpeculativeDecoder(target).generate(PROMPTS, NEW, stop_ids=frozenset())
     drafter = EagleDrafter(eagle, target, Topology(((0,), (0, 0))))
     drafter.chooses = False
@@ -126,7 +127,7 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
 
 def test_shifted_layers_are_those_of_openvinos_card(served, tmp_path):
     _, source, *_ = served
-    export.export(source, "openvino", tmp_path)
+    to_servers.export(source, "openvino", tmp_path)
     before = (tmp_path / "README.md").read_text()
     damage(tmp_path, "shifted-layers", 12)
     assert '_list value="1 5 8" ' in before

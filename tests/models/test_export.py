@@ -1,5 +1,5 @@
-"""Export of EAGLE drafters: the key contract of each format, logits read back, and what is refused. (What the package
-speculators makes of a folder needs its own environment: tests/speculators_package.py.)"""
+"""Export: names and fields of each format, its logits by an independent computation, and what is refused. (What the
+package speculators makes of a folder needs its own environment: tests/speculators_package.py.)"""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported_logits import difference
 from made import config_of, llama3, stand_in, write_eagle, write_heads
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -15,8 +16,9 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from draftsmith.models import card, export, import_drafter
 from draftsmith.models.artifact import write_drafter
-from draftsmith.models.exported import difference
-from draftsmith.models.readers import READ_BY
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.readers import READ_BY
+from draftsmith.models.serving.source import ExportSource, open_source
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import load_target
 
@@ -59,10 +61,11 @@ def exported(drafter, tmp_path_factory):
     """``exported(form, format)`` → the source and a written folder, which must not be changed."""
     made = {}
 
-    def make(form: str, to: str) -> tuple[export.Source, Path]:
+    def make(form: str, to: str) -> tuple[ExportSource, Path]:
         if (form, to) not in made:
-            source, folder = export.open_source(str(drafter(form)), to), tmp_path_factory.mktemp("out")
-            assert export.export(source, to, folder) < 1e-4
+            source, folder = open_source(str(drafter(form)), to), tmp_path_factory.mktemp("out")
+            to_servers.export(source, to, folder)
+            assert difference(folder, source.drafter, source.target) < 1e-4
             made[form, to] = source, folder
         return made[form, to]
 
@@ -167,7 +170,7 @@ def test_layers_are_counted_as_each_server_does(exported):
     ],
 )
 def test_other_forms(exported, form, to):
-    """Contract and logits are checked when they are written. A drafter of all of V has no maps: vLLM, which makes no
+    """Logits are checked by ``exported``. A drafter of all of V has no maps: vLLM, which makes no
     place for them then, would not load it."""
     source, folder = exported(form, to)
     stored, config = load_file(folder / "model.safetensors"), config_of(folder)
@@ -191,7 +194,7 @@ def test_each_field_of_ours_is_in_the_table(exported, heads, tmp_path, form, to)
     """And the program that the folder is for reads it, unless it is false. The others are a Llama's, which transformers
     reads."""
     if form == "heads":
-        export.export(export.open_source(str(heads("own")), to), to, tmp_path)
+        to_servers.export(open_source(str(heads("own")), to), to, tmp_path)
     config = config_of(tmp_path if form == "heads" else exported(form, to)[1])
     tables = {name for name, by in READ_BY.items() if to in by or config.get(name) is False}
     llama = {*LlamaConfig().to_dict(), "rope_theta", "rope_scaling", "torch_dtype"}
@@ -201,8 +204,8 @@ def test_each_field_of_ours_is_in_the_table(exported, heads, tmp_path, form, to)
 
 def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path):
     """Each of the two alone gives the drafter's."""
-    source = export.open_source(str(drafter("own", rope_parameters=LLAMA3)), "sglang")
-    export.export(source, "sglang", tmp_path)
+    source = open_source(str(drafter("own", rope_parameters=LLAMA3)), "sglang")
+    to_servers.export(source, "sglang", tmp_path)
     config = config_of(tmp_path)
     older = {name: value for name, value in config.items() if name != "rope_parameters"}
     newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
@@ -231,81 +234,81 @@ def with_field(**fields):
     return lambda stored, config: config.update(fields)
 
 
-def other_order(weight):
-    first, *others = weight.chunk(3, 1)
-    return torch.cat([*others, first], 1)
+GATE, UP, DOWN = (f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 @pytest.mark.parametrize(
     "form, to, change, message",
     [
-        ("own", "sglang", lambda stored, config: stored.update(extra=stored["d2t"].clone()), "'extra' is"),
-        ("own", "sglang", without("norm.weight"), "'norm.weight' is absent"),
-        ("own", "sglang", with_tensor("d2t", lambda d2t: d2t.int()), "'d2t' is"),
-        ("own", "sglang", with_tensor("t2d", lambda t2d: t2d.long()), "'t2d' is"),
-        ("own", "sglang", with_tensor("midlayer.mlp.down_proj.weight", lambda w: w.T), "down_proj.weight' is"),
-        ("own", "sglang", with_field(norm_before_residual=True), "norm_before_residual"),
-        ("own", "sglang", with_field(norm_before_residual=0), "norm_before_residual"),
-        ("own", "sglang", with_field(eagle_aux_hidden_state_layer_ids=[2, 6, 9]), "eagle_aux_hidden_state_layer_ids"),
-        ("own", "sglang", with_field(max_position_embeddings=2048), "max_position_embeddings"),
-        ("own", "speculators", lambda stored, config: config.pop("norm_before_residual"), "norm_before_residual"),
-        ("own", "speculators", without("embed_tokens.weight"), "'embed_tokens.weight' is absent"),
-        ("own", "speculators", with_field(model_type="llama"), "model_type"),
+        ("own", "sglang", lambda stored, config: stored.update(extra=stored["d2t"].clone()), "'extra' is a tensor"),
+        ("own", "sglang", without("norm.weight"), "'norm.weight' is missing"),
+        ("own", "sglang", with_tensor(DOWN, lambda w: w.T), "down_proj.weight' is"),
+        ("own", "sglang", with_tensor("d2t", lambda d2t: d2t + 1), "'d2t' holds no offsets"),
+        ("own", "sglang", swap(GATE, UP), "logits"),
+        ("own", "sglang", with_tensor("lm_head.weight", lambda w: w.flip(0)), "logits"),
+        (
+            "own",
+            "sglang",
+            with_field(norm_before_residual=True),
+            "norm_before_residual is read back as True instead of F",
+        ),
+        ("own", "sglang", with_field(norm_output=True), "norm_output is read back as True"),
+        ("own", "sglang", with_field(rms_norm_eps=1e-3), "rms_norm_eps is read back as 0.001"),
+        ("own", "sglang", with_field(eagle_aux_hidden_state_layer_ids=[2, 5, 9]), "captured_layers is read back"),
+        ("own", "sglang", with_field(rope_scaling=LLAMA3), "say other rotary positions than rope_parameters"),
+        ("own", "sglang", with_field(sliding_window=4), "'sliding_window' is 4; it is not known"),
+        (
+            "own",
+            "speculators",
+            lambda stored, config: config.pop("norm_before_residual"),
+            "norm_before_residual is read",
+        ),
+        (
+            "own",
+            "speculators",
+            with_tensor("embed_tokens.weight", lambda w: w.roll(1, 0)),
+            "own_embeddings is read back",
+        ),
         ("heads", "vllm", with_tensor("blocks.1.layers.0.weight", lambda w: w.T), "logits"),
-        ("heads", "vllm", swap("blocks.0.layers.0.weight", "blocks.0.layers.1.weight"), "logits"),
         ("heads", "vllm", with_tensor("lm_heads.0.weight", lambda w: w.roll(1, 0)), "logits"),
-        ("heads", "vllm", without("blocks.2.layers.1.bias"), "layers.1.bias' is absent"),
-        ("heads", "vllm", with_field(medusa_fc_bias=False), "medusa_fc_bias"),
-        ("heads", "medusa", with_tensor("0.1.linear.weight", lambda w: w.T), "logits"),
+        ("heads", "vllm", without("blocks.2.layers.1.bias"), "'2.1.linear.bias' is missing"),
         ("heads", "medusa", swap("0.0.linear.bias", "1.0.linear.bias"), "logits"),
-        ("heads", "medusa", with_field(medusa_num_heads=4), "medusa_num_heads"),
+        ("heads", "medusa", with_field(medusa_num_layers=4), "medusa_num_layers is 4"),
     ],
 )
-def test_the_contract_refuses(exported, heads, tmp_path, monkeypatch, form, to, change, message):
+def test_reading_back_refuses(exported, heads, tmp_path, monkeypatch, form, to, change, message):
     """What an exporter of a format would write wrong; nothing is left of it."""
-    source = exported(form, to)[0] if form == "own" else export.open_source(str(heads("shared rows")), to)
-    right = export.written
+    source = exported(form, to)[0] if form == "own" else open_source(str(heads("shared rows")), to)
+    right = to_servers.written
 
     def wrong(*args):
-        tensors, config, contract = right(*args)
+        tensors, config = right(*args)
         change(tensors, config)
-        return contiguous(tensors), config, contract
+        return {name: weight.contiguous() for name, weight in tensors.items()}, config
 
-    monkeypatch.setattr(export, "written", wrong)
+    monkeypatch.setattr(to_servers, "written", wrong)
     with pytest.raises(ValueError, match=message):
-        export.export(source, to, tmp_path / "out")
+        to_servers.export(source, to, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "to, change, message",
+    "change, message",
     [
-        ("sglang", swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight"), "logits"),
-        ("sglang", swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), "logits"),
-        ("sglang", with_tensor("fc.weight", other_order), "logits"),
-        ("sglang", with_tensor("d2t", lambda d2t: d2t + 1), "t2d"),
-        ("sglang", with_tensor("lm_head.weight", lambda w: w.flip(0)), "logits"),
-        ("sglang", with_field(norm_before_residual=True), "logits"),
-        ("sglang", with_field(norm_output=True), "logits"),
-        ("sglang", with_field(rope_scaling={**LLAMA3, "rope_type": "llama3"}), "rope_parameters"),
-        ("speculators", with_tensor("embed_tokens.weight", lambda w: w.roll(1, 0)), "logits"),
+        (swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), "logits"),
+        (with_tensor("fc.weight", lambda w: torch.cat(w.chunk(3, 1)[1:] + w.chunk(3, 1)[:1], 1)), "logits"),
+        (with_tensor("d2t", lambda d2t: d2t + 1), "t2d"),
+        (with_field(norm_before_residual=True), "logits"),
     ],
 )
-def test_reading_back_refuses(exported, tmp_path, to, change, message):
-    """What a contract alone would let through."""
-    source, folder = exported("own", to)
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+def test_the_independent_computation_refuses(exported, tmp_path, change, message):
+    source, folder = exported("own", "sglang")
     stored, config = load_file(folder / "model.safetensors"), config_of(folder)
     change(stored, config)
-    save_file(contiguous(stored), tmp_path / "model.safetensors")
+    save_file({name: weight.contiguous() for name, weight in stored.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert difference(folder, source.eagle, source.target) < 1e-4
     with pytest.raises(ValueError, match=message):
         difference(tmp_path, source.eagle, source.target)
-
-
-def contiguous(stored):
-    return {name: weight.contiguous() for name, weight in stored.items()}
 
 
 # ---- one list of tokens for all depths (FR-Spec, VocabTrim)
@@ -354,8 +357,9 @@ def heads(target, tmp_path_factory):
 @pytest.mark.parametrize("form", ["shared rows", "shared", "own"])
 def test_heads_for_vllm(heads, tmp_path, form):
     """Names of vllm/model_executor/models/medusa.py; the shared LM head once, of all tokens."""
-    source = export.open_source(str(heads(form)), "vllm")
-    assert export.export(source, "vllm", tmp_path) < 1e-4
+    source = open_source(str(heads(form)), "vllm")
+    to_servers.export(source, "vllm", tmp_path)
+    assert difference(tmp_path, source.heads, source.target) < 1e-4
     stored, config = load_file(tmp_path / "model.safetensors"), config_of(tmp_path)
     blocks = {f"blocks.{k}.layers.{n}.{w}" for k in range(3) for n in range(2) for w in ("weight", "bias")}
     matrices = {"lm_heads.0.weight"} if form != "own" else {f"lm_heads.{k}.weight" for k in range(3)}
@@ -369,8 +373,9 @@ def test_heads_for_vllm(heads, tmp_path, form):
 
 @pytest.mark.parametrize("form", ["shared rows", "own"])
 def test_heads_in_the_published_layout(heads, tmp_path, form):
-    source = export.open_source(str(heads(form)), "medusa")
-    assert export.export(source, "medusa", tmp_path) < 1e-4
+    source = open_source(str(heads(form)), "medusa")
+    to_servers.export(source, "medusa", tmp_path)
+    assert difference(tmp_path, source.heads, source.target) < 1e-4
     stored, config = load_file(tmp_path / "medusa_lm_head.safetensors"), config_of(tmp_path)
     assert len(stored) == 3 * (2 * 2 + 1) and stored["2.2.weight"].shape == (4096, 160)
     assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 2) and "model_type" not in config
@@ -453,7 +458,7 @@ def test_drafters_without_weights_are_refused(refused, tmp_path):
 
 
 def test_lengths_are_refused_before_the_target_is_read(drafter, heads, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr(export, "resolve_folder", lambda *_, **__: pytest.fail("the target was looked up"))
+    monkeypatch.setattr("draftsmith.models.stored.resolve_folder", lambda *_, **__: pytest.fail("the target was looked up"))
     for folder, tokens in ((drafter("own"), 4096), (heads("own"), 2)):
         line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "o", "--speculative-tokens", tokens)
         assert f"--speculative-tokens {tokens}: " in line

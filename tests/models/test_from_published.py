@@ -13,6 +13,8 @@ from draftsmith.inference.drafters.load import load_drafter, read_named
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models import export, stored
 from draftsmith.models.artifact import read_drafter
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"
@@ -38,7 +40,7 @@ def made(folder, tiny, to="vllm", **options):
         write_eagle(folder / "mine", tiny, dtype="bfloat16", **options)
     depth = 3
     (folder / "mine/tree.json").write_text(json.dumps({"paths": [[0] * n for n in range(1, depth + 1)]}))
-    export.export(export.open_source(str(folder / "mine"), to), to, folder / "served", facts={"target": TARGET})
+    to_servers.export(open_source(str(folder / "mine"), to), to, folder / "served", facts={"target": TARGET})
     return folder / "mine", folder / "served"
 
 
@@ -112,7 +114,7 @@ def test_the_target_that_is_served(tiny, tmp_path):
     mine, served = made(tmp_path, tiny)
     for own, found in ((TARGET, TARGET), (str(tmp_path / "gone"), "org/target"), ("models/gone", "org/target")):
         facts = {"target": own, "served_target": "org/target"}
-        export.export(export.open_source(str(mine), "vllm"), "vllm", served, facts=facts)
+        to_servers.export(open_source(str(mine), "vllm"), "vllm", served, facts=facts)
         assert stored.published_target(served, {}, None, "served") == found
     assert stored.published_target(served, {}, "given", "served") == "given"
 
@@ -122,7 +124,7 @@ def test_the_chat_template_comes_along(tiny, tmp_path, cache):
     write_eagle(tmp_path / "mine", tiny)
     (tmp_path / "mine/chat_template.jinja").write_text("{{ messages[0].content }}!")
     served = tmp_path / "served"
-    export.export(export.open_source(str(tmp_path / "mine"), "vllm"), "vllm", served, facts={"target": TARGET})
+    to_servers.export(open_source(str(tmp_path / "mine"), "vllm"), "vllm", served, facts={"target": TARGET})
     target, _ = load_drafter(str(served))
     assert target.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
     (served / "provenance.json").unlink()

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.common.files import json_object
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.formats import PUBLISHED_MEDUSA
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.serving.layouts import PUBLISHED_MEDUSA
 from draftsmith.models.target import Target
 
 TOLERANCE = 1e-4  # of logits in float32, times the largest one
