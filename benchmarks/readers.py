@@ -1,4 +1,4 @@
-"""Which program reads which field of an exported config.json (models/readers.py), as a table, and by its source.
+"""Which program reads which field of an exported config.json (models/serving/readers.py): a table, and its check.
 
     python benchmarks/readers.py --write docs/export.md      # the table between its markers
     python benchmarks/readers.py                             # compare with the sources that make serve-check installed

@@ -31,6 +31,10 @@ from draftsmith.models.precision import DTYPES
 from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf", "merged")
+_NOT_FOR = {  # options that a format has no use for, and why
+    "hf": ("target served_target speculative_tokens dtype", "uploads the run's folder as it is"),
+    "merged": ("served_target speculative_tokens dtype push_to_hub", "writes the target alone, as it is stored"),
+}
 _UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk")  # drafters without a folder
 
 
@@ -74,18 +78,12 @@ def check_output(out: Path) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
-    if args.to == "hf":
-        if args.out is not None or args.push_to_hub is None:
-            raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
-        for name in ("target", "served_target", "speculative_tokens", "dtype"):
-            if (value := getattr(args, name)) is not None:
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option}: --to hf uploads the run's folder as it is; leave it out")
-    if args.to == "merged":
-        for name in ("served_target", "speculative_tokens", "dtype", "push_to_hub"):
-            if (value := getattr(args, name)) is not None:
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option}: --to merged writes the target alone, as it is stored; leave it out")
+    if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
+        raise ValueError("--to hf uploads the run's folder as it is: give --push-to-hub USER/NAME, and no --out")
+    options, why = _NOT_FOR.get(args.to, ("", ""))
+    for name in options.split():
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: --to {args.to} {why}; leave it out")
     if args.to != "hf" and args.out is None:
         raise ValueError(f"--to {args.to}: name the folder to write by --out DIR")
     if args.out is not None:

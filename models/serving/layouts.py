@@ -27,22 +27,16 @@ WEIGHTS, PUBLISHED_MEDUSA = "model.safetensors", "medusa_lm_head.safetensors"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-class EagleLayout(NamedTuple):
-    """How a program reads an EAGLE drafter. layer: prefix of its layer's tensors, ``midlayer.`` in ours."""
-
-    architecture: str
-    layer: str
-
-
-EAGLE = {  # by version and program
-    (1, "sglang"): EagleLayout("LlamaForCausalLMEagle", "layers.0."),
-    (1, "vllm"): EagleLayout("LlamaForCausalLM", "layers.0."),
-    **{(3, to): EagleLayout("LlamaForCausalLMEagle3", "midlayer.") for to in ("sglang", "vllm", "openvino")},
-    (3, "speculators"): EagleLayout("Eagle3Speculator", "layers.0."),
+# Of EAGLE drafters, by version and program: the architecture, and the prefix of their layer's tensors.
+EAGLE = {
+    (1, "sglang"): ("LlamaForCausalLMEagle", "layers.0."),
+    (1, "vllm"): ("LlamaForCausalLM", "layers.0."),
+    **{(3, to): ("LlamaForCausalLMEagle3", "midlayer.") for to in ("sglang", "vllm", "openvino")},
+    (3, "speculators"): ("Eagle3Speculator", "layers.0."),
 }
-ARCHITECTURES = {layout.architecture for layout in EAGLE.values()} | {
-    *"Qwen2ForCausalLM EagleLlamaForCausalLM Eagle3LlamaForCausalLM Eagle3DraftModel".split()
-}
+ARCHITECTURES = {architecture for architecture, _ in EAGLE.values()} | set(
+    "Qwen2ForCausalLM EagleLlamaForCausalLM Eagle3LlamaForCausalLM Eagle3DraftModel".split()
+)
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, beside those of EAGLE-3
 
 
@@ -56,16 +50,13 @@ class MedusaLayout(NamedTuple):
     layers: str
 
 
-MEDUSA = {
-    "medusa": MedusaLayout(
-        "{head}.{layer}.linear.{kind}", "{head}.{layers}.weight", "medusa_num_heads", "medusa_num_layers"
-    ),
-    "vllm": MedusaLayout(
-        "blocks.{head}.layers.{layer}.{kind}", "lm_heads.{head}.weight", "num_heads", "num_hidden_layers"
-    ),
-}
+_PUBLISHED = MedusaLayout(
+    "{head}.{layer}.linear.{kind}", "{head}.{layers}.weight", "medusa_num_heads", "medusa_num_layers"
+)
+_VLLM = MedusaLayout("blocks.{head}.layers.{layer}.{kind}", "lm_heads.{head}.weight", "num_heads", "num_hidden_layers")
+MEDUSA = {"medusa": _PUBLISHED, "vllm": _VLLM}
 
-# Fields of config.json that are known when a published drafter is read: those that are read, or whose tensors are; …
+# Fields of config.json that are known when a drafter is read. Of these it is read what they say, or their tensors: …
 READ = {*SIZES, *NORMS, LAYER_IDS} | set(
     "rms_norm_eps rope_theta rope_scaling rope_parameters draft_vocab_size bias target_hidden_size attention_bias "
     "qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_before_residual num_aux_hidden_states "
@@ -75,7 +66,7 @@ MEDUSA_READ = {layout.heads for layout in MEDUSA.values()} | set(
     "medusa_num_layers base_model_name_or_path original_lm_head medusa_fc_bias max_paths topk version "
     "max_seq_len".split()
 )
-# … those that change no logit; …
+# … these change no logit, …
 HARMLESS = set(
     "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
     "pad_token_id initializer_range use_cache pretraining_tp attention_dropout num_hidden_layers max_window_layers "
@@ -83,7 +74,7 @@ HARMLESS = set(
     "tie_word_embeddings next_layer_regular parallel_draft_heads_num_layers target_model_type "
     "reuse_target_lm_head".split()
 )
-ONE_VALUE = {  # … and those that have one value here, where they are stated.
+ONE_VALUE = {  # … and these have one value here, where they are stated.
     "hidden_act": "silu",
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -99,53 +90,41 @@ class Unsupported(ValueError):
     """A format has no place for such a drafter."""
 
 
-def check_supported(drafter: Eagle | MedusaHeads, to: str) -> None:
-    """Refuse a drafter that a format has no place for.
+def unsupported(drafter: Eagle | MedusaHeads, to: str) -> str | None:
+    """Why a format has no place for a drafter; None: it has one.
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word. ``norm_before_fc`` together
-    with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`).
-    Raises Unsupported: it has none."""
+    with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`)."""
     if isinstance(drafter, MedusaHeads):
         if to not in MEDUSA:
-            raise Unsupported(f"Medusa heads: {to} runs none; use --to medusa, or --to vllm (up to 0.32)")
+            return f"Medusa heads: {to} runs none; use --to medusa, or --to vllm (up to 0.32)"
         if drafter.projection is not None and drafter.draft_vocab is not None:
-            raise Unsupported(
-                f"its heads have rows of their own for a draft vocabulary, for which {to} has no place; train them "
-                "with drafter.projection=shared, or with all tokens"
-            )
-        return
-    c = drafter.config
-    captured = list(c.captured_layers)
+            rows = f"its heads have rows of their own for a draft vocabulary, for which {to} has no place"
+            return f"{rows}; train them with drafter.projection=shared, or with all tokens"
+        return None
+    c, captured = drafter.config, list(drafter.config.captured_layers)
     if to == "medusa":
-        raise Unsupported("an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang")
+        return "an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang"
     for name in ("attention_bias", "own_embeddings", "target_hidden_size"):  # of drafters that were imported
         if getattr(c, name):
             droppers = [reader.name for key, reader in READERS.items() if key not in READ_BY.get(name, EVERY)]
             but = f", but not in {', '.join(droppers)}, which leave it out without a word" if droppers else ""
-            raise Unsupported(
-                f"it has {name}, which is not exported: serve the published folder it was imported from{but}"
-            )
+            return f"it has {name}, which is not exported: serve the published folder it was imported from{but}"
     if (c.version, to) not in EAGLE:
-        raise Unsupported(f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang")
-    if c.version == 1:
-        if to == "vllm" and drafter.fc.bias is not None and drafter.fc.bias.any():
-            raise Unsupported(
-                "its fc has a bias, which vLLM skips without a word, and then drafts with another model: use --to "
-                "sglang, or train it with drafter.bias=false"
-            )
-        return
+        return f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang"
+    silently = "without a word, and then drafts with another model: use --to"
+    if to == "vllm" and drafter.fc.bias is not None and drafter.fc.bias.any():
+        return f"its fc has a bias, which vLLM skips {silently} sglang, or train it with drafter.bias=false"
     if captured != sorted(captured):
-        raise Unsupported(f"it captures layers {captured} of the target; servers take them in ascending order")
+        return f"it captures layers {captured} of the target; servers take them in ascending order"
     if to in ("speculators", "openvino") and len(captured) != 3:
-        raise Unsupported(f"it captures layers {captured} of the target; {to} holds three; use --to vllm")
-    dropped = [name for name in (*NORMS, "norm_before_residual") if getattr(c, name) and to not in READ_BY[name]]
-    if dropped:
-        raise Unsupported(
-            f"it has {dropped[0]}, which {READERS[to].name} leaves out without a word, and then drafts with another "
-            "model: use --to vllm, or train one without it"
-        )
+        return f"it captures layers {captured} of the target; {to} holds three; use --to vllm"
+    for name in (*NORMS, "norm_before_residual"):
+        if getattr(c, name) and to not in READ_BY[name]:
+            return f"it has {name}, which {READERS[to].name} leaves out {silently} vllm, or train one without it"
     if to != "speculators" and 0 in captured:  # it is no layer's output, by which SGLang names it
-        raise Unsupported(f"it captures layer 0, which {to} has no name for; use --to speculators, which vLLM serves")
+        return f"it captures layer 0, which {to} has no name for; use --to speculators, which vLLM serves"
+    return None
 
 
 # ---- parts of a drafter, in both directions

@@ -16,7 +16,7 @@ from draftsmith.models.artifact import check_target, in_dtype, read_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.serving.from_published import as_ours, load_stored
-from draftsmith.models.serving.layouts import Unsupported, check_supported
+from draftsmith.models.serving.layouts import Unsupported, unsupported
 from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.target import Target
 
@@ -122,10 +122,8 @@ def open_source(
     drafter = (Eagle if kind == "eagle" else MedusaHeads).from_artifact(config, weights, str(folder))
     if tokens is not None:
         _check_tokens(drafter, tokens)
-    try:
-        check_supported(drafter, to)
-    except Unsupported as error:
-        raise Unsupported(f"{folder}: {error}") from None
+    if why := unsupported(drafter, to):
+        raise Unsupported(f"{folder}: {why}")
     c, described, trained_for = drafter.config, config["target"], str(config["target"]["name_or_path"])
     merged = described.get("merged_fingerprint")  # that of --target, if there is an adapter
     if described.get("adapter") and not (target_name and merged):
