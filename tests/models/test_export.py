@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_logits import difference
-from made import config_of, llama3, stand_in, write_eagle, write_heads
-from safetensors import safe_open
+from made import config_of, edit, llama3, stand_in, write_eagle, write_heads
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig
 
@@ -20,6 +19,7 @@ from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.readers import READ_BY
 from draftsmith.models.serving.source import ExportSource, open_source
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
+from draftsmith.models.stored import save_tensors
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
@@ -35,6 +35,8 @@ FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_t
     "another order": (3, "own", 64, {"captured_layers": (7, 4, 1)}, "float32"),
     "EAGLE-1": (1, "shared", None, {}, "float32"),
     "EAGLE-1 without a bias": (1, "shared", 128, {"fc_bias": False}, "bfloat16"),
+    "norm before residual": (3, "own", 512, {"norm_before_residual": True}, "float32"),
+    "biases": (3, "own", 512, {"attention_bias": True}, "float32"),
 }
 
 
@@ -57,7 +59,7 @@ def drafter(target, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def exported(drafter, tmp_path_factory):
+def exported(drafter, target, tmp_path_factory):
     """``exported(form, format)`` → the source and a written folder, which must not be changed."""
     made = {}
 
@@ -65,7 +67,7 @@ def exported(drafter, tmp_path_factory):
         if (form, to) not in made:
             source, folder = open_source(str(drafter(form)), to), tmp_path_factory.mktemp("out")
             to_servers.export(source, to, folder)
-            assert difference(folder, source.drafter, source.target) < 1e-4
+            assert difference(folder, source.drafter, target) < 1e-4
             made[form, to] = source, folder
         return made[form, to]
 
@@ -293,22 +295,21 @@ def test_reading_back_refuses(exported, heads, tmp_path, monkeypatch, form, to, 
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change",
     [
-        (swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"), "logits"),
-        (with_tensor("fc.weight", lambda w: torch.cat(w.chunk(3, 1)[1:] + w.chunk(3, 1)[:1], 1)), "logits"),
-        (with_tensor("d2t", lambda d2t: d2t + 1), "t2d"),
-        (with_field(norm_before_residual=True), "logits"),
+        swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"),
+        with_tensor("fc.weight", lambda w: torch.cat(w.chunk(3, 1)[1:] + w.chunk(3, 1)[:1], 1)),
+        with_tensor("lm_head.weight", lambda w: w.flip(0)),
+        with_field(norm_before_residual=True),
     ],
 )
-def test_the_independent_computation_refuses(exported, tmp_path, change, message):
+def test_the_independent_computation_can_differ(exported, target, tmp_path, change):
     source, folder = exported("own", "sglang")
     stored, config = load_file(folder / "model.safetensors"), config_of(folder)
     change(stored, config)
-    save_file({name: weight.contiguous() for name, weight in stored.items()}, tmp_path / "model.safetensors")
+    save_tensors(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
-        difference(tmp_path, source.eagle, source.target)
+    assert difference(tmp_path, source.eagle, target) > 1e-2
 
 
 # ---- one list of tokens for all depths (FR-Spec, VocabTrim)
@@ -395,27 +396,15 @@ def test_no_weights_of_an_earlier_export_are_left(heads, drafter, tmp_path, run_
     assert {file.name for file in (tmp_path / "same").iterdir()} == files == set(hub.files("models/somebody/one"))
 
 
-def test_the_served_target_of_heads(heads, tmp_path, run_main, refused):
-    words = [heads("own"), "--to", "medusa", "--out", tmp_path, "--served-target", "org/target"]
-    assert run_main(export.main, *words)[0] == 0
-    assert config_of(tmp_path)["base_model_name_or_path"] == "org/target"
-    assert "Medusa heads draft one token each" in refused(export.main, *words, "--speculative-tokens", 2)
-
-
 @pytest.mark.parametrize("to", ["speculators", "medusa"])
-@pytest.mark.parametrize("served", [None, "org/target", "relative/folder", "../elsewhere"])
-def test_the_target_resolves_wherever_the_folder_is_read(
-    drafter, heads, tmp_path, run_main, refused, monkeypatch, to, served
-):
+@pytest.mark.parametrize("served", [None, "org/target", "relative/folder"])
+def test_the_target_resolves_wherever_the_folder_is_read(drafter, heads, tmp_path, run_main, monkeypatch, to, served):
     """By a Hub id or a whole path, never by a relative one, which servers look up elsewhere."""
     folder = drafter("own") if to == "speculators" else heads("own")
     target, out = str(Path(TARGET).resolve()), tmp_path / "out"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "relative/folder").mkdir(parents=True)
     words = [folder, "--to", to, "--out", out, "--target", target, *(["--served-target", served] if served else [])]
-    if served == "../elsewhere":
-        assert "give a Hub id or the whole path" in refused(export.main, *words)
-        return
     code, printed, _ = run_main(export.main, *words)
     config, card = config_of(out), (out / "README.md").read_text()
     of_speculators = to == "speculators" and config["speculators_config"]["verifier"]["name_or_path"]
@@ -450,24 +439,8 @@ def test_drafts_are_as_long_as_the_fastest_chain(drafter, tmp_path, run_main, de
     assert f'"num_speculative_tokens": {tokens}' in (out / "README.md").read_text()
 
 
-def test_drafters_without_weights_are_refused(refused, tmp_path):
-    for name in ("ngram", "ngram:2-10", "snapkv:256"):
-        assert "there is nothing to export; servers have" in refused(
-            export.main, name, "--to", "vllm", "--out", tmp_path
-        )
-
-
-def test_lengths_are_refused_before_the_target_is_read(drafter, heads, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr(
-        "draftsmith.models.stored.resolve_folder", lambda *_, **__: pytest.fail("the target was looked up")
-    )
-    for folder, tokens in ((drafter("own"), 4096), (heads("own"), 2)):
-        line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "o", "--speculative-tokens", tokens)
-        assert f"--speculative-tokens {tokens}: " in line
-
-
 def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_main):
-    folder = drafter("own", norm_before_residual=True)
+    folder = drafter("norm before residual")
     assert run_main(export.main, folder, "--to", "vllm", "--out", tmp_path)[0] == 0
     text = (tmp_path / "README.md").read_text()
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
@@ -571,35 +544,58 @@ def test_a_card_names_no_path(drafter, tmp_path, run_main, to, served):
     assert "| τ of decoding | 2.5 | greedy, 7 prompts; d, C |" in card
 
 
-@pytest.mark.parametrize(
-    "form, to, message",
-    [
-        ("EAGLE-1", "vllm", "use --to sglang, or train it with drafter.bias=false"),
-        ("EAGLE-1", "speculators", "use --to vllm"),
-        ("own", "medusa", "holds Medusa heads alone"),
-        ("two layers", "speculators", "layers [2, 5]"),
-        ("another order", "vllm", "ascending order"),
-        ("first layer", "sglang", "layer 0"),
-        ("heads, own rows", "vllm", "drafter.projection=shared"),
-        ("heads, own rows", "medusa", "rows of their own"),
-        ("EAGLE-1 without a bias", "openvino", "use --to vllm"),
-        ("two layers", "openvino", "layers [2, 5]"),
-        ("norm before fc", "openvino", "it has norm_before_fc, which OpenVINO's optimum-intel 2.2 leaves out"),
-        ("whole vocabulary", "openvino", "it has fc_norm"),
-        ("norm before residual", "openvino", "it has norm_before_residual"),
-        ("norm before residual", "sglang", "it has norm_before_residual, which SGLang 0.5.23 leaves out"),
-        ("first layer", "openvino", "layer 0"),
-        ("heads, own", "openvino", "openvino runs none"),
-        ("heads, own", "sglang", "sglang runs none"),
-        ("heads, shared", "speculators", "speculators runs none"),
-    ],
-)
-def test_forms_without_a_place_are_refused(drafter, heads, tmp_path, refused, form, to, message):
-    residual = {"norm_before_residual": True} if form == "norm before residual" else {}
-    form = "own" if residual else form
-    folder = drafter(form, **residual) if form in FORMS else heads(form.removeprefix("heads, "))
-    assert message in refused(export.main, folder, "--to", to, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+REFUSALS = [
+    # drafter, format, options, what is said; all before the target is read
+    ("EAGLE-1", "vllm", "", "use --to sglang, or train it with drafter.bias=false"),
+    ("EAGLE-1", "speculators", "", "use --to vllm"),
+    ("EAGLE-1 without a bias", "openvino", "", "use --to vllm"),
+    ("own", "medusa", "", "holds Medusa heads alone"),
+    ("two layers", "speculators", "", "layers [2, 5]"),
+    ("two layers", "openvino", "", "layers [2, 5]"),
+    ("another order", "vllm", "", "ascending order"),
+    ("first layer", "sglang", "", "layer 0"),
+    ("first layer", "openvino", "", "layer 0"),
+    ("norm before fc", "openvino", "", "it has norm_before_fc, which OpenVINO's optimum-intel 2.2 leaves out"),
+    ("whole vocabulary", "openvino", "", "it has fc_norm"),
+    ("norm before residual", "openvino", "", "it has norm_before_residual"),
+    ("norm before residual", "sglang", "", "it has norm_before_residual, which SGLang 0.5.23 leaves out"),
+    ("biases", "vllm", "", "serve the published folder it was imported from, but not in SGLang 0.5.23"),
+    ("heads, own rows", "vllm", "", "drafter.projection=shared"),
+    ("heads, own rows", "medusa", "", "rows of their own"),
+    ("heads, own", "openvino", "", "openvino runs none"),
+    ("heads, own", "sglang", "", "sglang runs none"),
+    ("heads, shared", "speculators", "", "speculators runs none"),
+    ("ngram", "vllm", "", "there is nothing to export; servers have"),
+    ("ngram:2-10", "vllm", "", "there is nothing to export; servers have"),
+    ("snapkv:256", "vllm", "", "there is nothing to export; servers have"),
+    ("own", "vllm", "--out=", "--out '.': is the current folder"),
+    ("own", "vllm", "--out .", "--out '.': is the current folder"),
+    ("own", "vllm", "--served-target=", "--served-target: the name is empty"),
+    ("own", "vllm", "--private", "--private is for --push-to-hub"),
+    ("own", "vllm", "--speculative-tokens 100000", "--speculative-tokens 100000: the drafter has 4096 positions"),
+    ("own", "vllm", "--speculative-tokens 4096", "--speculative-tokens 4096: the drafter has"),
+    ("heads, own", "vllm", "--speculative-tokens 2", "--speculative-tokens 2: Medusa heads draft one token each"),
+    ("own", "speculators", "--served-target ../elsewhere", "give a Hub id or the whole path"),
+    ("own", "hf", "--push-to-hub a/b", "and no --out"),
+    ("own", "merged", "--dtype float32", "--dtype float32: --to merged writes the target alone, as it is stored"),
+]
+
+
+@pytest.mark.parametrize("name, to, options, message", REFUSALS)
+def test_refusals(drafter, heads, tmp_path, refused, monkeypatch, name, to, options, message):
+    folder = name if name.startswith(("ngram", "snapkv")) else drafter(name) if name in FORMS else heads(name[7:])
+    (tmp_path / "README.md").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("draftsmith.models.stored.resolve_folder", lambda *_, **__: pytest.fail("it was looked up"))
+    assert message in refused(export.main, folder, "--to", to, "--out", tmp_path / "out", *options.split())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("README.md", "mine")]
+
+
+def test_two_alternative_norms_are_refused(drafter, refused, tmp_path):
+    """As in the package speculators, whose config takes no folder with both."""
+    edit(folder := drafter("norm before fc"), lambda config: config.update(fc_norm=True))
+    said = "'fc_norm' and 'norm_before_fc': only one of them, as in speculators"
+    assert said in refused(export.main, folder, "--to", "speculators", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
@@ -653,32 +649,12 @@ def test_only_an_earlier_export_is_replaced(drafter, tiny_lm, tmp_path, run_main
         assert f"{names}mlp.up_proj.weight" in load_file(out / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--out", ""], "--out '.': is the current folder"),
-        (["--out", "."], "--out '.': is the current folder"),
-        (["--served-target", ""], "--served-target: the name is empty"),
-        (["--private"], "--private is for --push-to-hub"),
-        (["--speculative-tokens", "100000"], "--speculative-tokens 100000: the drafter has"),
-    ],
-)
-def test_options_that_cannot_be_meant(drafter, tmp_path, refused, monkeypatch, options, message):
-    (tmp_path / "README.md").write_text("mine")
-    own = drafter("own").resolve()
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(export.main, own, "--to", "vllm", "--out", tmp_path / "out", *options)
-    assert (tmp_path / "README.md").read_text() == "mine" and not (tmp_path / "config.json").exists()
-
-
 def test_a_drafter_of_zeros_is_refused(drafter, tmp_path, refused):
-    zeros = tmp_path / "zeros"
-    shutil.copytree(drafter("own"), zeros)
-    with safe_open(zeros / "model.safetensors", "pt") as file:
-        metadata = file.metadata()
-    zeroed = {n: torch.zeros_like(w) if w.dim() == 2 else w for n, w in load_file(zeros / "model.safetensors").items()}
-    save_file(zeroed, zeros / "model.safetensors", metadata)
-    assert "has zeros alone" in refused(export.main, zeros, "--to", "vllm", "--out", tmp_path / "out")
+    folder = drafter("own")
+    weights = load_file(folder / "model.safetensors")
+    zeroed = {name: torch.zeros_like(weight) if weight.dim() == 2 else weight for name, weight in weights.items()}
+    save_tensors(zeroed, folder / "model.safetensors")
+    assert "has zeros alone" in refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
