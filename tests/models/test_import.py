@@ -542,15 +542,6 @@ def test_other_commands_name_the_import(target, tmp_path, name, pickle):
         read_drafter(str(tmp_path / "served"))
 
 
-def test_forms_that_no_server_format_of_ours_holds(tmp_path, tiny, refused):
-    write_eagle(tmp_path / "mine", tiny, attention_bias=True)
-    line = refused(export.main, tmp_path / "mine", "--to", "vllm", "--out", tmp_path / "served")
-    assert (
-        "it has attention_bias, which is not exported: serve the published folder it was imported from, but not in SG"
-        in line
-    )
-
-
 def test_shards(target, tmp_path):
     """All files of an index are read, and a missing one is named."""
     config, tensors = published("EAGLE-3", target)
