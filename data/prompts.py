@@ -232,7 +232,7 @@ def main() -> None:
         tokenizer = _tokenizer(args.tokenizer) if args.tokenizer else None
         sets = [evaluation_prompts(name, args.count, args.seed, tokenizer, args.prompt_tokens or 0) for name in names]
         write(args.out, [prompt for chosen in sets for prompt in chosen])
-        print(f"{args.out}: {args.count} prompts {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
+        print(f"{args.out}: {counted(args.count, 'prompt')} {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
         return
     if len(names) > 1:
         parser.error("only evaluation sets can be given together; cut windows of one source at a time")
