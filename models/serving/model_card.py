@@ -27,17 +27,18 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
     """What serves an exported folder, the name of the speculative method, and the commands, with DRAFTER for the
     folder."""
     if isinstance(source.drafter, MedusaHeads):
-        count = source.drafter.config.num_draft_heads
-        options = json.dumps({"method": "medusa", "model": "DRAFTER", "num_speculative_tokens": count})
-        if to == "vllm":
-            return "vLLM up to 0.32", "medusa", f"vllm serve {target} --speculative-config '{options}'"
-        files = f"# {count} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
-        files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
-        return "programs that read the published layout from safetensors", "medusa", files
-    version = source.drafter.config.version
-    method = "eagle3" if version == 3 else "eagle"
+        method, tokens, version = "medusa", source.drafter.config.num_draft_heads, 0
+    else:
+        version = source.drafter.config.version
+        method = "eagle3" if version == 3 else "eagle"
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
     vllm = f"vllm serve {target} --speculative-config '{options}'"
+    if isinstance(source.drafter, MedusaHeads):
+        if to == "vllm":
+            return "vLLM up to 0.32", method, vllm
+        files = f"# {tokens} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
+        files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
+        return "programs that read the published layout from safetensors", method, files
     if to == "speculators":
         return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if to == "openvino":
@@ -85,16 +86,16 @@ def model_card(source: ExportSource, name: str, to: str, served_target: str | No
 
 It was trained with the chat template of `{TEMPLATE}`, which is not the target's own: serve it with
 `--chat-template {TEMPLATE}`."""
-    what, limit = f"{source.heads.config.num_draft_heads if method == 'medusa' else ''} Medusa heads", ""
-    before = "By draftsmith, before the export, with trees where a row says so"
-    where = f"{before}; vLLM verifies chains, SGLang chains or trees."
+    where = "By draftsmith, before the export, with trees where a row says so"
     if isinstance(source.drafter, Eagle):
         what = f"an EAGLE-{source.drafter.config.version} drafter"
         limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
-    if to == "openvino":
-        where = f"{before}. In OpenVINO keep to chains."
-    elif method == "medusa":
-        where = f"{before}; vLLM verifies one draft of each head."
+        where += (
+            ". In OpenVINO keep to chains." if to == "openvino" else "; vLLM verifies chains, SGLang chains or trees."
+        )
+    else:
+        what, limit = f"{source.drafter.config.num_draft_heads} Medusa heads", ""
+        where += "; vLLM verifies one draft of each head."
     made, origin = "Trained and exported by draftsmith", facts.get("imported_from")
     if origin:
         made = f"Imported by draftsmith from `{origin}`, which was published elsewhere, and exported again"
@@ -113,7 +114,7 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
 `{field}` in `config.json` is a folder of the machine that exported this: elsewhere put there what the
 server loads {whose.argument} by."""
     return f"""{whose.front_matter(licence, method)}
-# {name}: {what.strip()} for {whose.name}, for {server}
+# {name}: {what} for {whose.name}, for {server}
 
 {made}, for `{whose.name}` alone{limit}.{whose.about}
 With this folder's path or Hub id in place of DRAFTER:

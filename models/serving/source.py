@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,6 @@ class ExportSource:
     target: Target | None
     folder: Path
     fingerprint: str
-
-    @property
-    def eagle(self) -> Eagle:
-        return cast(Eagle, self.drafter)
-
-    @property
-    def heads(self) -> MedusaHeads:
-        return cast(MedusaHeads, self.drafter)
 
     @property
     def has_draft_vocab(self) -> bool:

@@ -55,10 +55,10 @@ def _check_embeddings(eagle: Eagle, target: Target, to: str) -> None:
 # ---- what is written
 
 
-def _eagle(source: ExportSource, to: str, served_target: str, speculative_tokens: int) -> Written:
+def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, speculative_tokens: int) -> Written:
     """An EAGLE drafter without embeddings, which servers but speculators share with the target; EAGLE-1 without an LM
     head, too. SGLang makes EAGLE-1's ``fc`` with a bias."""
-    eagle, c, text = source.eagle, source.eagle.config, source.target_config.get_text_config()
+    c, text = eagle.config, source.target_config.get_text_config()
     if source.target is not None and to != "speculators":
         _check_embeddings(eagle, source.target, to)
     architecture, layer = layouts.EAGLE[c.version, to]
@@ -143,10 +143,10 @@ def medusa_tensors(heads: MedusaHeads, lm_head: nn.Module, to: str = "medusa") -
     return tensors
 
 
-def _medusa(source: ExportSource, to: str, served_target: str) -> Written:
+def _medusa(source: ExportSource, heads: MedusaHeads, to: str, served_target: str) -> Written:
     """Medusa heads, with the rows of all tokens: vLLM up to 0.32 has a place for a draft vocabulary (``token_map``),
     but then refuses it as not initialised."""
-    heads, c, layout = source.heads, source.heads.config, layouts.MEDUSA[to]
+    c, layout = heads.config, layouts.MEDUSA[to]
     tensors = medusa_tensors(heads, source.loaded().lm_head, to)
     numbers = {layout.heads: c.num_draft_heads, layout.layers: c.num_layers}
     if to == "medusa":
@@ -169,8 +169,8 @@ def _medusa(source: ExportSource, to: str, served_target: str) -> Written:
 def written(source: ExportSource, to: str, served_target: str, speculative_tokens: int) -> Written:
     """Tensors and config.json of a format. Raises ValueError: it has no place for this drafter."""
     if isinstance(source.drafter, MedusaHeads):
-        return _medusa(source, to, served_target)
-    return _eagle(source, to, served_target, speculative_tokens)
+        return _medusa(source, source.drafter, to, served_target)
+    return _eagle(source, source.drafter, to, served_target, speculative_tokens)
 
 
 def export(
@@ -221,7 +221,8 @@ def _read_back(folder: Path, file: str, source: ExportSource) -> float:
     if target is not None:
         info, lm_head = TargetInfo.of(target), target.lm_head
     else:
-        c, layers = source.eagle.config, source.target_config.get_text_config().num_hidden_layers
+        assert isinstance(drafter, Eagle)
+        c, layers = drafter.config, source.target_config.get_text_config().num_hidden_layers
         none, lm_head = torch.empty(0, c.hidden_size), nn.Identity()  # it has an LM head of its own
         info = TargetInfo(c.hidden_size, c.vocab_size, layers, c.max_position_embeddings, none, none)
     imported = in_our_form(json_object(folder / "config.json"), load_file(folder / file), info)

@@ -120,7 +120,7 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
         assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [1, 5, 8]
     else:
         with pytest.raises(AssertionError):  # also where the maps contradict each other
-            assert difference(tmp_path, source.eagle, target) < 1e-2
+            assert difference(tmp_path, source.drafter, target) < 1e-2
     with pytest.raises(ValueError, match="no such place"):
         damage(tmp_path, "no-bias", 12)
 

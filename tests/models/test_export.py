@@ -153,7 +153,7 @@ def test_the_folder_of_openvino(exported, tmp_path, form, layers):
     for name in ("config.json", "model.safetensors") if form != "all tokens" else ("config.json",):
         assert (folder / name).read_bytes() == (exported(form, "vllm")[1] / name).read_bytes()
     stored = load_file(folder / "model.safetensors")
-    ids = source.eagle.tokens(torch.arange(source.eagle.config.outputs)).long()
+    ids = source.drafter.tokens(torch.arange(source.drafter.config.outputs)).long()
     assert stored["d2t"].dtype == torch.int64 and torch.equal(torch.arange(len(ids)) + stored["d2t"], ids)
     assert stored["d2t"].any() == (form != "all tokens") and torch.equal(stored["t2d"].nonzero()[:, 0], ids)
     lines = (folder / "README.md").read_text().splitlines()
@@ -178,14 +178,15 @@ def test_each_field_of_ours_is_in_the_table(exported, form, to):
     assert config.keys() - llama - unread <= tables, config.keys() - llama - unread - tables
 
 
-def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path):
+@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}])
+def test_scaled_rotary_positions_are_written_both_ways(drafter, tmp_path, rope):
     """Each of the two alone gives the drafter's."""
-    source = open_source(str(drafter("own", rope_parameters=LLAMA3)), "sglang")
+    source = open_source(str(drafter("own", rope_parameters=rope)), "sglang")
     to_servers.export(source, "sglang", tmp_path)
     config = config_of(tmp_path)
     older = {name: value for name, value in config.items() if name != "rope_parameters"}
     newer = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    assert LlamaConfig(**older).rope_parameters == LlamaConfig(**newer).rope_parameters == LLAMA3
+    assert LlamaConfig(**older).rope_parameters == LlamaConfig(**newer).rope_parameters == rope
 
 
 # ---- each check can fail
@@ -283,7 +284,7 @@ def test_the_independent_computation_can_differ(exported, target, tmp_path, chan
     change(stored, config)
     save_tensors(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert difference(tmp_path, source.eagle, target) > 1e-2
+    assert difference(tmp_path, source.drafter, target) > 1e-2
 
 
 # ---- one list of tokens for all depths (FR-Spec, VocabTrim)
