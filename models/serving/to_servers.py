@@ -201,10 +201,8 @@ def export(
             write_text(temporary / TEMPLATE, read_text(template, "chat template"))
         card = model_card(source, out.resolve().name, to, served_target, speculative_tokens)
         write_text(temporary / "README.md", card)
-        stale = {layouts.WEIGHTS, layouts.PUBLISHED_MEDUSA, "serving.json", TEMPLATE} - {
-            path.name for path in temporary.iterdir()
-        }
-    for name in stale:
+        kept = {path.name for path in temporary.iterdir()}
+    for name in {layouts.WEIGHTS, layouts.PUBLISHED_MEDUSA, "serving.json", TEMPLATE} - kept:
         (out / name).unlink(missing_ok=True)
     return apart
 
@@ -230,10 +228,10 @@ def _read_back(folder: Path, file: str, source: ExportSource) -> float:
     # The target's LM head may be written as the drafter's own, and a bias of zeros; some formats have no draft
     # vocabulary, rotary positions are written in several ways, and how many there are is the target's to say.
     free = {"projection", "draft_vocab_size", "fc_bias", "max_position_embeddings", "rope_parameters"}
-    found, wanted = read.config.to_dict(), drafter.config.to_dict()
-    for name in wanted.keys() - free:
-        if found[name] != wanted[name]:
-            raise ValueError(f"config.json: {name} is read back as {found[name]!r} instead of {wanted[name]!r}")
+    found = read.config.to_dict()
+    for name, value in drafter.config.to_dict().items():
+        if name not in free and found[name] != value:
+            raise ValueError(f"config.json: {name} is read back as {found[name]!r} instead of {value!r}")
     logits, own = (_logits(each, lm_head) for each in (read, drafter))
     if not source.has_draft_vocab:
         logits = logits.masked_fill(own.isinf(), float("-inf"))
