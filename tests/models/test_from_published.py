@@ -145,7 +145,10 @@ def cut(folder):
 @pytest.mark.parametrize(
     "damage, reason",
     [
-        (lambda folder: edit(folder, lambda c: c.update(hidden_size=32)), "hidden_size 32 ≠ 160 of the target: it was"),
+        (
+            lambda folder: edit(folder, lambda c: c.update(target_hidden_size=32)),
+            "hidden_size 32 ≠ 160 of the target: it was",
+        ),
         (cut, "model.safetensors: truncated ("),
         (damage_tensors(lambda t: t.pop("norm.weight")), "'norm.weight' is missing"),
         (damage_tensors(lambda t: t["fc.weight"].fill_(torch.nan)), "'fc.weight' holds NaN or infinity"),
