@@ -123,7 +123,9 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 def main() -> None:
     args = parser().parse_args()
-    from draftsmith.models.export import export, fastest_chain, open_source  # torch
+    from draftsmith.models.serving.model_card import fastest_chain  # torch
+    from draftsmith.models.serving.source import open_source
+    from draftsmith.models.serving.to_servers import export
     from draftsmith.models.stored import resolve_folder
 
     source, target = open_source(args.drafter, args.to, args.target), str(resolve_folder(args.target).resolve())

@@ -1,4 +1,4 @@
-"""Which program reads which field of an exported config.json (models/readers.py), as a table, and by its source.
+"""Which program reads which field of an exported config.json (models/serving/readers.py): a table, and its check.
 
     python benchmarks/readers.py --write docs/export.md      # the table between its markers
     python benchmarks/readers.py                             # compare with the sources that make serve-check installed
@@ -15,7 +15,7 @@ from pathlib import Path
 from draftsmith.benchmarks.documents import between, markdown_table
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import read_text, write_text
-from draftsmith.models.readers import READ_BY, READERS, Reader
+from draftsmith.models.serving.readers import READ_BY, READERS, Reader
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- fields -->", "<!-- /fields -->"

@@ -95,9 +95,11 @@ from draftsmith.inference.evaluation.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.eagle import EagleConfig
-from draftsmith.models.export import NO_SERVER, export, open_source
-from draftsmith.models.formats import NoPlace
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.serving.layouts import Unsupported
+from draftsmith.models.serving.model_card import NO_SERVER
+from draftsmith.models.serving.source import open_source
+from draftsmith.models.serving.to_servers import export
 from draftsmith.models.stored import resolve_folder, save_tensors
 from draftsmith.models.target import Target
 
@@ -269,7 +271,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     source = open_source(name, args.to, args.target)
     c = source.drafter.config
     if args.server == "llamacpp" and isinstance(c, EagleConfig) and c.norm_output and not c.fc_norm:
-        raise NoPlace(
+        raise Unsupported(
             "it has norm_output without fc_norm, which llama.cpp's converter leaves out without a word, and then "
             "drafts with another model"
         )
@@ -383,7 +385,7 @@ def main() -> None:
         try:
             found = check_one(name, args, plain_of)
         except ValueError as error:
-            refused = isinstance(error, NoPlace)
+            refused = isinstance(error, Unsupported)
             left_out.append(f"{name}: {'not exported: ' if refused else ''}{error}")
             say(left_out[-1])
             verdicts += [] if refused else [False]

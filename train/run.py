@@ -29,7 +29,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.serving.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import template_sha256

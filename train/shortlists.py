@@ -28,7 +28,7 @@ from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, recor
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.serving.from_published import as_ours
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target

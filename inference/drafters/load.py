@@ -45,7 +45,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology, calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.serving.from_published import as_ours
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.training import training_of

@@ -4,7 +4,7 @@ import pytest
 
 from draftsmith.benchmarks import readers
 from draftsmith.benchmarks.documents import between
-from draftsmith.models.readers import READERS
+from draftsmith.models.serving.readers import READERS
 
 
 def test_the_document_has_the_table():

@@ -10,18 +10,14 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
-
-import torch
 
 from draftsmith.common.files import file_sha256, json_object, locked, read_text, write_json
 from draftsmith.models import stored
 from draftsmith.models.artifact import TEMPLATE, provenance, write_drafter
 from draftsmith.models.card import is_hub_id, stated_licence
-from draftsmith.models.eagle import Eagle
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.published import Facts, Imported, convert
+from draftsmith.models.serving.published import Imported, TargetInfo, convert
 from draftsmith.models.stored import config_of, published_files, published_tensors, resolve_folder, stored_dtype
 from draftsmith.models.target import Target, load_target
 
@@ -29,18 +25,12 @@ _RULES = 1  # of this conversion: a copy made by others is made anew
 _CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
 
 
-@torch.no_grad()
-def facts_of(target: Target) -> Facts:
-    """What a conversion needs of a target."""
-    rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
-    head, layers = cast(torch.Tensor, target.lm_head.weight), target.config.num_hidden_layers
-    head = head if getattr(target.lm_head, "bias", None) is None else head[:0]
-    return Facts(target.hidden_size, target.vocab_size, layers, target.context, rows, head)
-
-
-def load_stored(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Target:
-    """A target on the CPU, in the dtype that it is stored in. Raises FileNotFoundError, ValueError: as load_target."""
-    dtype = stored_dtype(resolve_folder(name, revision))
+def load_stored(
+    name: str, revision: str | None = None, trust_remote_code: bool = False, dtype: str | None = None
+) -> Target:
+    """A target on the CPU, in the dtype that it is stored in unless another is given.
+    Raises FileNotFoundError, ValueError: as load_target."""
+    dtype = dtype or stored_dtype(resolve_folder(name, revision))
     dtype = dtype if dtype in DTYPES else "float32"
     return load_target(name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -50,7 +40,7 @@ def read_published(folder: Path, target: Target, pickles: bool = False) -> Impor
     Raises FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target."""
     config, tensors = config_of(folder), published_tensors(folder, pickles)
     try:
-        imported = convert(config, tensors, facts_of(target))
+        imported = convert(config, tensors, TargetInfo.of(target))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     wanted = str(stored.exported(folder).get("target_fingerprint") or "")
@@ -59,8 +49,7 @@ def read_published(folder: Path, target: Target, pickles: bool = False) -> Impor
             f"it was exported for a target with {stored.difference(wanted, target.fingerprint)}: check what it accepts"
         )
         imported = replace(imported, notes=(*imported.notes, said))
-    family = MedusaHeads if isinstance(imported.config, MedusaConfig) else Eagle
-    family.from_artifact(imported.config.to_dict(), imported.weights, str(folder))
+    imported.drafter(str(folder))
     return imported
 
 
