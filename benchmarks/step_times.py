@@ -34,8 +34,8 @@ from typing import Any, Literal, cast
 
 from draftsmith.benchmarks.options import check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.files.locate import known_folder, local_folder
 from draftsmith.models.options import DECODERS, choose_device, decoder_option
-from draftsmith.models.stored import known_folder, local_folder
 
 Projection = Literal["own", "shared"]
 _LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False}

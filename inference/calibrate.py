@@ -107,8 +107,9 @@ from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint
+from draftsmith.models.files.weights import check_safetensors
 from draftsmith.models.precision import say
-from draftsmith.models.target import Target, check_safetensors, load_target
+from draftsmith.models.target import Target, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own
+from draftsmith.models.files.drafters import check_drafter_name
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf", "merged")
 TOKENS = 3  # of a draft in speculators' config and in the card's commands, where calibration found no best chain
@@ -139,21 +139,15 @@ from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, provena
 from draftsmith.models.card import TRAINING, is_hub_id, measured, named, served_name, table_of, with_measured
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.exported import difference
+from draftsmith.models.files.identity import difference as fingerprints_differ
+from draftsmith.models.files.identity import fingerprint as stored_fingerprint
+from draftsmith.models.files.identity import older_fingerprint, same_target
+from draftsmith.models.files.locate import local_folder, locate
+from draftsmith.models.files.weights import save_tensors, stored_dtype, weight_files
 from draftsmith.models.formats import PUBLISHED_MEDUSA, WEIGHTS, NoPlace, Source, check_form, written
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.from_published import convert_if_published, load_stored
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistHead
-from draftsmith.models.stored import difference as fingerprints_differ
-from draftsmith.models.stored import fingerprint as stored_fingerprint
-from draftsmith.models.stored import (
-    local_folder,
-    older_fingerprint,
-    resolve_folder,
-    same_target,
-    save_tensors,
-    stored_dtype,
-    weight_files,
-)
 from draftsmith.models.target import load_target
 
 
@@ -207,7 +201,7 @@ def open_source(
     ``dtype``: of what is written; the drafter's own if left out.
     Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, or they do not belong together.
     NoPlace, a ValueError: the format has no place for such a drafter."""
-    folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
+    folder, config, weights = read_drafter(convert_if_published(name, target_name, trust_remote_code=trust_remote_code))
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
     if dtype is not None:
@@ -246,14 +240,15 @@ def open_source(
         raise ValueError(f"{folder}: '{empty[0]}' has zeros alone, so that it drafts nothing; train it anew")
     revision = None if target_name else config["target"].get("revision")
     needed = c.projection == "shared" or to == "speculators" or kind == "medusa"
-    stored = resolve_folder(name, revision, weights=needed)
+    located = locate(name, revision, weights=needed)
+    stored = located.path
     if not needed:
         try:
             target_config: Any = AutoConfig.from_pretrained(stored, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises many types for wrong fields
             raise ValueError(f"{stored}/config.json: transformers refuses it ({first_line(error)})") from None
         if isinstance(drafter, Eagle) and _scales_embeddings(target_config):
-            stored, needed = resolve_folder(name, revision), True  # for the check of what the drafter reads
+            located, needed = locate(located), True  # for the check of what the drafter reads
         for field in ("hidden_size", "vocab_size"):
             if (size := getattr(target_config.get_text_config(), field)) != getattr(c, field):
                 raise ValueError(
@@ -265,7 +260,7 @@ def open_source(
             return Source(drafter, weights, name, target_config, None, folder, fingerprint)
     if dtype is None:
         dtype = found if (found := stored_dtype(stored)) in DTYPES else "float32"
-    target = load_target(name, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+    target = load_target(located, dtype=dtype, trust_remote_code=trust_remote_code)
     check_target(folder, config, target)
     if config["target"].get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
@@ -473,8 +468,7 @@ def merge(name: str, target_name: str | None, out: Path, trust_remote_code: bool
     if not described.get("adapter"):
         raise ValueError(f"{folder}: it was trained without an adapter of its target, so there is nothing to merge")
     base, revision = target_name or described["name_or_path"], None if target_name else described.get("revision")
-    dtype = found if (found := stored_dtype(resolve_folder(base, revision))) in DTYPES else "float32"
-    target = load_target(base, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code)
+    target = load_stored(base, revision, trust_remote_code)
     merged = target_of(folder, config, target)
     if merged is target:
         raise ValueError(f"--target {base}: has this adapter merged in already")

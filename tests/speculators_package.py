@@ -81,7 +81,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: there is no such interpreter, the drafter cannot be exported, or the package failed.
     """
     from draftsmith.models.export import export, open_source
-    from draftsmith.models.stored import resolve_folder
+    from draftsmith.models.files.locate import locate
 
     if shutil.which(args.python) is None:
         raise ValueError(f"--python {args.python}: there is no such interpreter")
@@ -92,7 +92,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(c.vocab_size, (args.length + 1,), generator=random)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "exported"
-        read_back = export(source, "speculators", folder, str(resolve_folder(source.target_name).resolve()))
+        read_back = export(source, "speculators", folder, str(locate(source.target_name).path.resolve()))
         captured = features[:, c.hidden_size :].contiguous()
         save_file({"features": captured, "tokens": tokens}, folder.parent / "inputs.safetensors")
         worker = [str(Path(__file__).resolve()), "--worker", str(folder), args.attention, str(args.steps)]

@@ -453,7 +453,7 @@ def test_drafters_without_weights_are_refused(refused, tmp_path):
 
 
 def test_lengths_are_refused_before_the_target_is_read(drafter, heads, tmp_path, refused, monkeypatch):
-    monkeypatch.setattr(export, "resolve_folder", lambda *_, **__: pytest.fail("the target was looked up"))
+    monkeypatch.setattr(export, "locate", lambda *_, **__: pytest.fail("the target was looked up"))
     for folder, tokens in ((drafter("own"), 4096), (heads("own"), 2)):
         line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "o", "--speculative-tokens", tokens)
         assert f"--speculative-tokens {tokens}: " in line

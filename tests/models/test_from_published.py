@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.drafters.load import load_drafter, read_named
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.models import export, stored
+from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter
+from draftsmith.models.files import copies, drafters
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"
@@ -113,8 +114,8 @@ def test_the_target_that_is_served(tiny, tmp_path):
     for own, found in ((TARGET, TARGET), (str(tmp_path / "gone"), "org/target"), ("models/gone", "org/target")):
         facts = {"target": own, "served_target": "org/target"}
         export.export(export.open_source(str(mine), "vllm"), "vllm", served, facts=facts)
-        assert stored.published_target(served, {}, None, "served") == found
-    assert stored.published_target(served, {}, "given", "served") == "given"
+        assert drafters.published_target(served, {}, None, "served") == found
+    assert drafters.published_target(served, {}, "given", "served") == "given"
 
 
 def test_the_chat_template_comes_along(tiny, tmp_path, cache):
@@ -186,7 +187,7 @@ def test_copies_are_made_anew_when_they_have_to_be(tiny, tmp_path, cache, capfd)
     _, served = made(tmp_path, tiny)
     load_drafter(str(served))
     (copy,) = (folder for folder in cache.iterdir() if folder.is_dir())
-    (copy / stored.STAMP).unlink()
+    (copy / copies.STAMP).unlink()
     load_drafter(str(served))
     damage_tensors(lambda t: t["fc.weight"][-1].mul_(2))(served)
     load_drafter(str(served))
