@@ -195,7 +195,7 @@ def read_drafter(name: str | ModelFolder) -> tuple[Path, dict[str, Any], dict[st
     Raises FileNotFoundError: there is no such drafter, or a file or part of it is missing. ValueError: a file is
     damaged, or the folder holds something else."""
     drafter = locate(name)
-    folder, config = drafter.path, drafter_config(drafter.path, drafter.name)
+    folder, config = drafter.path, drafter_config(drafter)
     _check_config(folder / "config.json", config)
     _check_parts(folder, config.get("parts", ()))
     if not (folder / "model.safetensors").exists():

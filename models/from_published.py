@@ -18,7 +18,7 @@ from draftsmith.models.artifact import TEMPLATE, provenance, write_drafter
 from draftsmith.models.card import is_hub_id, stated_licence
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.copies import Conversion, cached_copy, known_sha256
-from draftsmith.models.files.drafters import exported, published_config, published_files, published_target
+from draftsmith.models.files.drafters import exported, is_published, published_files, published_target
 from draftsmith.models.files.identity import difference, fingerprint
 from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.files.weights import config_of, read_tensors, stored_dtype
@@ -95,23 +95,16 @@ def _templates(folder: Path) -> list[Path]:
 
 
 def convert_if_published(
-    name: str | ModelFolder,
-    target: str | ModelFolder | None = None,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    name: str, target: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelFolder:
     """A drafter's folder; of a published drafter the converted copy, made now if need be (one line on stderr).
     ``target``: its target; what its folder says if left out. ``revision``, ``trust_remote_code``: of the target.
     Raises FileNotFoundError, ValueError: drafter or target is missing, damaged or of an unknown form, they do not
     belong together, or the drafter is pickled. OSError: the cache cannot be written."""
     drafter = locate(name)
-    folder, config = drafter.path, published_config(drafter.path)
-    if config is None:
+    if not is_published(drafter):
         return drafter
-    if not isinstance(target, ModelFolder):
-        target = published_target(folder, config, target, drafter.name)
-    stated = target.name if isinstance(target, ModelFolder) else target
+    folder, stated = drafter.path, published_target(drafter, target)
     command = f"python models/import_drafter.py {drafter.name} --target {stated} --out runs/NAME"
     try:
         files = published_files(folder)
@@ -119,14 +112,14 @@ def convert_if_published(
         raise FileNotFoundError(f"{error}; pickled ones are read by: {command} --allow-pickle") from None
     if any(file.suffix != ".safetensors" for file in files):
         raise ValueError(f"{files[0]}: pickled weights, which this reads as tensors only: {command} --allow-pickle")
-    target = locate(target, revision)
+    model = locate(stated, revision)
     key = {
         "sha256": {file.name: known_sha256(file) for file in (folder / "config.json", *files, *_templates(folder))},
-        "target": fingerprint(target.path),
+        "target": fingerprint(model.path),
         "rules": _RULES,
     }
     copy = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    plan = partial(_plan, drafter, target, trust_remote_code, command)
+    plan = partial(_plan, drafter, model, trust_remote_code, command)
     return ModelFolder(drafter.name, cached_copy("drafters", copy, folder, key, plan, "config.json", "tree.json"))
 
 

@@ -54,7 +54,7 @@ def _quietly() -> Iterator[None]:
 
 def read_config(model: ModelFolder, trust_remote_code: bool) -> PretrainedConfig:
     """A target's config. Raises FileNotFoundError, ValueError: there is none, or no causal LM can be made of it."""
-    stored, folder = model.target_config, model.path
+    stored, folder = model.target_config(), model.path
     file = folder / "config.json"
     if not isinstance(stored.get("model_type"), str):
         raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")

@@ -75,7 +75,7 @@ def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetSh
     try:
         try:
             model = locate(target.name, target.revision, weights=False)
-            assert model.target_config  # raises if it is a drafter's
+            model.target_config()  # raises if it is a drafter's
             config = AutoConfig.from_pretrained(model.path, trust_remote_code=remote)
         except FileNotFoundError as error:
             if target.model_type is None:

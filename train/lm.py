@@ -150,13 +150,13 @@ class LanguageModel(nn.Module):
 
 
 def make_tokenizer(run: Run[LmRecipe], start: ModelFolder | None) -> PreTrainedTokenizerFast:
-    """The resumed run's tokenizer, that of ``start`` (``init_from``), the recipe's, or one trained on the text; stored
+    """The resumed run's tokenizer, that of ``init_from`` (``start``), the recipe's, or one trained on the text; stored
     in the folder."""
     recipe, folder = run.recipe, run.folder
     if run.resume and (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
-    if start:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(start.path)
+    if recipe.init_from:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained((start or locate(recipe.init_from)).path)
     elif recipe.tokenizer:
         tokenizer = other_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     else:
@@ -187,8 +187,8 @@ def train(run: Run[LmRecipe]) -> None:
     recipe, folder, m = run.recipe, run.folder, run.recipe.model
     run.save_recipe()
     run.check_room(parameters_of(m))
-    start = locate(recipe.init_from) if recipe.init_from else None
-    if start and not run.resume:
+    start = locate(recipe.init_from) if recipe.init_from and not run.resume else None
+    if start:
         check_beginning(start, m)
     tokenizer, most = make_tokenizer(run, start), recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
@@ -199,7 +199,7 @@ def train(run: Run[LmRecipe]) -> None:
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     model = LlamaForCausalLM(config_of(m, end))
-    if start and not run.resume:
+    if start:
         load_weights(model, start)
     if recipe.precision.gradient_checkpointing:
         loop.checkpoint_activations(model)

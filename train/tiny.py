@@ -91,7 +91,7 @@ def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _model_type(target: dict[str, Any]) -> str:
     folder = local_folder(target["name"])  # nothing is downloaded for this
     there = folder and (folder / "config.json").exists()
-    config = ModelFolder(target["name"], folder).target_config if folder and there else {}
+    config = ModelFolder(target["name"], folder).target_config() if folder and there else {}
     family = config.get("model_type", target["model_type"])
     if not isinstance(family, str):
         raise ValueError(

@@ -58,7 +58,6 @@ class ModelFolder:
         """Its config.json. Raises FileNotFoundError: there is none. ValueError: it is no JSON object."""
         return config_of(self.path)
 
-    @property
     def target_config(self) -> dict[str, Any]:
         """:attr:`config`, of a model. Raises ValueError: it is a drafter's."""
         if "drafter_type" in self.config:

@@ -14,6 +14,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.files import copies, drafters
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"
@@ -114,8 +115,8 @@ def test_the_target_that_is_served(tiny, tmp_path):
     for own, found in ((TARGET, TARGET), (str(tmp_path / "gone"), "org/target"), ("models/gone", "org/target")):
         facts = {"target": own, "served_target": "org/target"}
         export.export(export.open_source(str(mine), "vllm"), "vllm", served, facts=facts)
-        assert drafters.published_target(served, {}, None, "served") == found
-    assert drafters.published_target(served, {}, "given", "served") == "given"
+        assert drafters.published_target(ModelFolder("served", served), None) == found
+    assert drafters.published_target(ModelFolder("served", served), "given") == "given"
 
 
 def test_the_chat_template_comes_along(tiny, tmp_path, cache):
