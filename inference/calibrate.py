@@ -86,7 +86,6 @@ if __name__ == "__main__":
 
 import torch
 from filelock import Timeout
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -107,7 +106,7 @@ from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint
-from draftsmith.models.files.weights import check_safetensors
+from draftsmith.models.files.weights import read_tensors
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 
@@ -544,9 +543,9 @@ def read_held_out(folder: Path) -> dict[str, Tensor]:
     stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
     if not stored.exists():
         raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
-    if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+    data = read_tensors(stored.parent, [stored])
+    if not {"tokens", "supervised"} <= data.keys():
         raise ValueError(f"{stored}: not the held-out rows of a run; {instead}")
-    data = load_file(stored)
     if not data["supervised"].any():
         raise ValueError(f"{folder}: no held-out row has an answer; {instead}")
     return data

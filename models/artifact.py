@@ -325,7 +325,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     from huggingface_hub import HfApi  # only where something is uploaded
 
     files = [name for name in _FILES if (folder / name).exists()]
-    gone = [name for name in _FILES if name not in files]  # of an earlier upload: others' weights would be read
+    absent = [name for name in _FILES if name not in files]  # of an earlier upload: others' weights would be read
     published = [*files, *(f"{part}/*" for part in part_folders(folder))]
     unfinished = ["*.tmp", "*.tmp/*"]
     try:
@@ -336,14 +336,14 @@ def push(folder: Path, repository: str, private: bool) -> str:
             folder_path=folder,
             allow_patterns=published,
             ignore_patterns=[*unfinished],
-            delete_patterns=gone,
+            delete_patterns=absent,
             commit_message="Uploaded by draftsmith",
         )
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         reason = re.sub(r"Bearer [^'\"]*", "Bearer …", first_line(error))  # no token in a line that is passed on
         command = ["hf", "upload", repository, str(folder), ".", *(["--private"] if private else [])]
         command += [f"--include={name}" for name in published] + [f"--exclude={name}" for name in unfinished]
-        command += [f"--delete={name}" for name in gone]
+        command += [f"--delete={name}" for name in absent]
         raise ValueError(
             f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
             f"then: {shlex.join(command)}"

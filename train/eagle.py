@@ -38,7 +38,7 @@ from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, sim
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.eagle_section import EagleSection
@@ -109,7 +109,7 @@ class EagleTraining(nn.Module):
             logits = target.logits(hidden[part].to(dtype))
             found[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
             if ids is not None:
-                inside[part] = places(logits.argmax(-1), ids, outside=-1) >= 0
+                inside[part] = to_draft_ids(logits.argmax(-1), ids, outside=-1) >= 0
         return found, inside
 
     def soft_cross_entropy(self, head: Any, out: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference import decode
 from draftsmith.models import card
-from draftsmith.models.files import copies, from_gguf, weights
+from draftsmith.models.files import from_gguf, weights
 from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.files.locate import FETCHED, locate
 from draftsmith.models.target import load_target
@@ -151,13 +151,8 @@ def test_decode_takes_it(file, tmp_path, run_main):
     assert content["target"] == str(file) and content["lossless"]["identical"]
 
 
-def test_a_changed_file_and_a_damaged_copy(file, model, tokenizer, capsys):
+def test_a_changed_file(file, model, tokenizer):
     first = locate(str(file)).path
-    (first / "model.safetensors").write_bytes((first / "model.safetensors").read_bytes()[:-1])
-    assert locate(str(file)).path == first and weights.check_safetensors(first)
-    (first / copies.STAMP).unlink()  # as if it had been killed before the end
-    assert locate(str(file)).path == first and (first / copies.STAMP).exists()
-    assert capsys.readouterr().err.count("converted in") == 3
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
         write(file, model, tokenizer)
@@ -209,10 +204,6 @@ def test_errors(file, model, tokenizer, tmp_path, monkeypatch):
         assert "\n" not in str(error.value) and str(bad[name]) in str(error.value)
     with pytest.raises(ValueError, match=r"holds 2 GGUF files \(a.gguf, b.gguf\); name one"):
         load_target(str(folder))
-    with monkeypatch.context() as patch:
-        patch.setattr(copies, "_MARGIN", 1 << 60)
-        with pytest.raises(ValueError, match="free some space, or set DRAFTSMITH_CACHE"):
-            load_target(str(file))
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match="pip install gguf"):
