@@ -501,6 +501,18 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(hub, whole, capsy
     assert load_target("lab/old").fingerprint == target.fingerprint and capsys.readouterr().err == ""
 
 
+def test_what_was_located_is_not_looked_up_again(hub, whole, monkeypatch):
+    publish(hub, whole, "lab/once")
+    small = locate("lab/once", weights=False)
+    assert not (small.complete or (small.path / "model.safetensors").exists())
+    model = locate(small)
+    assert model.complete and model.path == small.path and locate(model, weights=False) is model
+    monkeypatch.setattr("draftsmith.models.files.locate._download", None)
+    assert load_target(model).fingerprint == fingerprint(whole) and load_tokenizer(small)
+    with pytest.raises(TypeError):
+        load_target(small)  # its weights would have to be downloaded
+
+
 def test_repositories_that_give_nothing(hub, whole, monkeypatch):
     hub.gated["models/lab/gated"] = {"hf_other"}
     publish(hub, whole, "lab/gated")
