@@ -15,8 +15,8 @@ from typing import Any
 from draftsmith.benchmarks.options import check_options, chosen, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import choose_device
-from draftsmith.models.stored import known_folder
 
 OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
 

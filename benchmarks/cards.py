@@ -123,12 +123,12 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 def main() -> None:
     args = parser().parse_args()
+    from draftsmith.models.files.locate import locate
     from draftsmith.models.serving.model_card import fastest_chain  # torch
     from draftsmith.models.serving.source import open_source
     from draftsmith.models.serving.to_servers import export
-    from draftsmith.models.stored import resolve_folder
 
-    source, target = open_source(args.drafter, args.to, args.target), str(resolve_folder(args.target).resolve())
+    source, target = open_source(args.drafter, args.to, args.target), str(locate(args.target).path.resolve())
     binary = Path(args.environment or sys.prefix).absolute() / "bin"
     environment = os.environ | {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}

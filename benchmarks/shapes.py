@@ -18,7 +18,7 @@ from draftsmith.benchmarks.options import SHAPES
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, say
-from draftsmith.models.stored import local_folder
+from draftsmith.models.files.locate import local_folder
 from draftsmith.models.target import Target
 
 Projection = Literal["own", "shared"]

@@ -32,8 +32,8 @@ from typing import Any, cast
 
 from draftsmith.benchmarks.options import SHAPES, check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, choose_device, decoder_option
-from draftsmith.models.stored import known_folder
 
 PHASES = ("draft", "verify", "accept", "commit", "other")
 TURN = 5  # steps in a row before the next tree has its turn

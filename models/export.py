@@ -27,8 +27,8 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own
+from draftsmith.models.files.drafters import check_drafter_name
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import check_drafter_name
 
 FORMATS = ("sglang", "vllm", "speculators", "openvino", "medusa", "hf", "merged")
 _NOT_FOR = {  # options that a format has no use for, and why
@@ -124,11 +124,12 @@ from draftsmith.common.files import check_folder, json_object, read_text, write_
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import provenance, push, read_drafter, write_model
 from draftsmith.models.card import is_hub_id, served_name, with_measured
+from draftsmith.models.files.identity import fingerprint
+from draftsmith.models.files.locate import local_folder
 from draftsmith.models.serving.from_published import load_stored
 from draftsmith.models.serving.model_card import fastest_chain
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.serving.to_servers import export
-from draftsmith.models.stored import fingerprint, local_folder
 
 
 def publish(name: str, repository: str, private: bool) -> None:

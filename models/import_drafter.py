@@ -18,7 +18,7 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own, json_object
-from draftsmith.models.stored import known_folder
+from draftsmith.models.files.locate import known_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,8 +56,8 @@ import shlex
 import sys
 
 from draftsmith.common.files import check_folder
+from draftsmith.models.files.locate import published_folder
 from draftsmith.models.serving.from_published import chain_of, load_stored, read_published, write_imported
-from draftsmith.models.stored import published_folder
 
 
 def main() -> None:

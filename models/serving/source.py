@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from draftsmith.common.command import first_line
-from draftsmith.models import stored
 from draftsmith.models.artifact import check_target, in_dtype, read_drafter
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.files.identity import difference, fingerprint, older_fingerprint, same_target
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import weight_files
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.serving.from_published import as_ours, load_stored
+from draftsmith.models.serving.from_published import convert_if_published, load_stored
 from draftsmith.models.serving.layouts import Unsupported, unsupported
 from draftsmith.models.shortlist import ShortlistHead
 from draftsmith.models.target import Target
@@ -97,7 +99,7 @@ def open_source(
     ``dtype``: of what is written; the drafter's own if left out.
     Raises FileNotFoundError, ValueError: drafter or target is missing or damaged, or they do not belong together.
     Unsupported, a ValueError: the format has no place for such a drafter."""
-    folder, config, weights = read_drafter(as_ours(name, target_name, trust_remote_code=trust_remote_code))
+    folder, config, weights = read_drafter(convert_if_published(name, target_name, trust_remote_code=trust_remote_code))
     if config["drafter_type"] == "dynaspec":
         config, weights = _with_list(folder, config, weights)
     if dtype is not None:
@@ -133,7 +135,7 @@ def open_source(
     known_as = str((target_name and merged) or described.get("fingerprint") or "")
     needed = c.projection == "shared" or to == "speculators" or kind == "medusa"
     if not needed:
-        there = stored.resolve_folder(name, revision, weights=False)
+        there = locate(name, revision, weights=False).path
         try:
             target_config: Any = AutoConfig.from_pretrained(there, trust_remote_code=trust_remote_code)
         except Exception as error:  # transformers raises many types for wrong fields
@@ -144,10 +146,10 @@ def open_source(
                 raise ValueError(f"{other}{field} {getattr(c, field)} ≠ {size}")
         if not _scales_embeddings(target_config):  # else they are checked below
             with suppress(FileNotFoundError):  # its weights need not be on this machine
-                stored.weight_files(there)
-                found = stored.fingerprint(there)
-                if known_as and not stored.same_target(known_as, found) and known_as != stored.older_fingerprint(there):
-                    raise ValueError(f"{other}same shape, {stored.difference(known_as, found)}")
+                weight_files(there)
+                found = fingerprint(there)
+                if known_as and not same_target(known_as, found) and known_as != older_fingerprint(there):
+                    raise ValueError(f"{other}same shape, {difference(known_as, found)}")
             return ExportSource(drafter, weights, name, target_config, None, folder, known_as)
     target = load_stored(name, revision, trust_remote_code, dtype)
     check_target(folder, config, target)

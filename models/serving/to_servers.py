@@ -21,12 +21,12 @@ from draftsmith.common.files import json_object, read_text, replacing_folder, wr
 from draftsmith.models.artifact import TEMPLATE, provenance
 from draftsmith.models.card import served_name
 from draftsmith.models.eagle import SIZES, Eagle
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.serving import layouts
 from draftsmith.models.serving.model_card import TOKENS, model_card
 from draftsmith.models.serving.published import TargetInfo, in_our_form
 from draftsmith.models.serving.source import ExportSource
-from draftsmith.models.stored import save_tensors
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import head_rows
 

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from draftsmith.models import card, export, import_drafter
 from draftsmith.models.artifact import write_drafter
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.readers import READ_BY
 from draftsmith.models.serving.source import ExportSource, open_source
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
-from draftsmith.models.stored import save_tensors
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"  # 12 layers, so that 2, 6 and 9 are captured
@@ -522,7 +522,7 @@ def test_refusals(drafter, tmp_path, refused, monkeypatch, name, to, options, me
     folder = name if name.startswith(("ngram", "snapkv")) else drafter(name)
     (tmp_path / "README.md").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("draftsmith.models.stored.resolve_folder", lambda *_, **__: pytest.fail("it was looked up"))
+    monkeypatch.setattr("draftsmith.models.serving.source.locate", lambda *_, **__: pytest.fail("it was looked up"))
     assert message in refused(export.main, folder, "--to", to, "--out", tmp_path / "out", *options.split())
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("README.md", "mine")]
 

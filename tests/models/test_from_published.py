@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.drafters.load import load_drafter, read_named
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.models import export, stored
+from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter
+from draftsmith.models.files import drafters
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
@@ -111,8 +113,8 @@ def test_the_target_that_is_served(tiny, tmp_path):
     for own, found in ((TARGET, TARGET), (str(tmp_path / "gone"), "org/target"), ("models/gone", "org/target")):
         facts = {"target": own, "served_target": "org/target"}
         to_servers.export(open_source(str(mine), "vllm"), "vllm", served, facts=facts)
-        assert stored.published_target(served, {}, None, "served") == found
-    assert stored.published_target(served, {}, "given", "served") == "given"
+        assert drafters.published_target(ModelFolder("served", served), None) == found
+    assert drafters.published_target(ModelFolder("served", served), "given") == "given"
 
 
 def test_the_chat_template_comes_along(tiny, tmp_path, cache):
@@ -176,14 +178,10 @@ def test_pickles_are_left_to_the_import(tiny, tmp_path, cache, refused):
     assert f"import_drafter.py {served} --target {TARGET} --out runs/NAME --allow-pickle" in line and not cache.exists()
 
 
-def test_copies_are_made_anew_when_they_have_to_be(tiny, tmp_path, cache, capfd):
-    """An unfinished copy, and one of weights that are others now."""
+def test_other_weights_are_another_copy(tiny, tmp_path, cache, capfd):
     _, served = made(tmp_path, tiny)
-    load_drafter(str(served))
-    (copy,) = (folder for folder in cache.iterdir() if folder.is_dir())
-    (copy / stored.STAMP).unlink()
     load_drafter(str(served))
     damage_tensors(lambda t: t["fc.weight"][-1].mul_(2))(served)
     load_drafter(str(served))
-    assert capfd.readouterr().err.count("converted once") == 3
+    assert capfd.readouterr().err.count("converted once") == 2
     assert len([folder for folder in cache.iterdir() if folder.is_dir()]) == 2

@@ -16,7 +16,7 @@ from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.serving import to_servers
-from draftsmith.models.serving.from_published import as_ours
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
@@ -319,7 +319,7 @@ def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
     own = ["drafter.draft_vocab_size=40", "drafter.captured_layers=[1]"]
     first, served = train("to-publish", *FURTHER, *own), tmp_path / "served"
     to_servers.export(open_source(str(first), "vllm"), "vllm", served)
-    as_ours(str(served), str(tiny_lm))  # says so on stderr, once
+    convert_if_published(str(served), str(tiny_lm))  # says so on stderr, once
     further = train("from-published", *FURTHER, *own, f"init_from={served}", "stages.0.optim.lr=1e-9")
     one, two = (load_file(folder / "model.safetensors") for folder in (first, further))
     for name in one:
