@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from draftsmith.common.sections import DrafterRecipe
 from draftsmith.models.adapter import FOLDER, add_lora, merge_adapter, switched_off, write_adapter
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.models.stored import fingerprint
+from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.target import Target, load_target
 from draftsmith.train.launch import console
 from draftsmith.train.loop import checkpoint_activations

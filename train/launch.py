@@ -8,7 +8,8 @@ from accelerate import Accelerator, PartialState
 from draftsmith.common.command import available_cores, make_console
 from draftsmith.common.sections import Precision, R, TargetSection
 from draftsmith.models import precision
-from draftsmith.models.stored import resolve_folder, stored_dtype
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import stored_dtype
 from draftsmith.train import checkpoint, sharded
 
 console = make_console()
@@ -70,7 +71,7 @@ def dtype_of(
     """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
 
     def stored() -> str:
-        return stored_dtype(resolve_folder(target.name, target.revision, weights=False))
+        return stored_dtype(locate(target.name, target.revision, weights=False).path)
 
     quantized = target.quantize != "none"
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)

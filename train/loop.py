@@ -22,7 +22,7 @@ from draftsmith.common.command import interruptible
 from draftsmith.common.files import parse_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import R, Stage
-from draftsmith.models.stored import difference, same_target
+from draftsmith.models.files.identity import difference, same_target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.launch import console
 from draftsmith.train.optim import make_optimizer
