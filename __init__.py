@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
     from draftsmith.inference.engine.text import TextStream
-    from draftsmith.inference.evaluation.timing import evaluate
+    from draftsmith.inference.measure.timing import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
 
@@ -35,7 +35,7 @@ _MODULES = {
     "Generation": "inference.engine.engine",
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
-    "evaluate": "inference.evaluation.timing",
+    "evaluate": "inference.measure.timing",
     "load_drafter": "inference.drafters.load",
     "load_target": "models.target",
 }

@@ -18,7 +18,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter, read_named
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.evaluation.timing import bootstrap_interval
+from draftsmith.inference.measure.timing import bootstrap_interval
 from draftsmith.models.adapter import target_of
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import say

@@ -90,8 +90,8 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.timing import Method, Timed, run_rounds, speedup, speedup_fields, with_own_seeds
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.timing import Method, Timed, run_rounds, speedup, speedup_fields, with_own_seeds
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.models.target import Target
 

@@ -91,7 +91,7 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.evaluation.lossless import check_texts
+from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.eagle import EagleConfig

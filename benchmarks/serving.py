@@ -108,8 +108,8 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.evaluation import lossless
-from draftsmith.inference.evaluation.timing import CHECK_ROWS, format_duration
+from draftsmith.inference.measure import lossless
+from draftsmith.inference.measure.timing import CHECK_ROWS, format_duration
 from draftsmith.models.target import Target
 
 # ---- requests and their times

@@ -78,11 +78,17 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
 from draftsmith.inference.drafters.eagle import open_drafts
-from draftsmith.inference.drafters.levels import Layout
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, draft_labels, ensemble_depths, simulate_depths
-from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router
-from draftsmith.inference.evaluation.report import OTHER
+from draftsmith.inference.measure.report import OTHER
+from draftsmith.inference.measure.rollouts import Drafts
+from draftsmith.inference.measure.tree_statistics import (
+    MAX_RANK,
+    best_tree,
+    draft_labels,
+    ensemble_depths,
+    simulate_depths,
+)
+from draftsmith.inference.trees.by_level import Layout
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
@@ -218,7 +224,7 @@ class Found:
 
     nodes: ``[S, K]`` float64, nodes that have a label.
     sums: method → ``[5, S, K]`` float64, :data:`STATISTICS` summed over these nodes.
-    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.drafters.ranks.head_ranks`.
+    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.measure.tree_statistics.head_ranks`.
     """
 
     nodes: Tensor

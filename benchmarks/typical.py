@@ -63,8 +63,8 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.timing import accepted_interval, with_own_seeds
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.timing import accepted_interval, with_own_seeds
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.target import Target

@@ -6,17 +6,17 @@
     python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
-tokens (inference/drafters/ranks.py); the size written maximises E[tokens] / measured step time. An ensemble has a tree
-for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number of models
-and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the time given (--seconds)
-allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes that fall
-behind are timed no further.
+tokens (inference/measure/tree_statistics.py); the size written maximises E[tokens] / measured step time. An ensemble
+has a tree for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number
+of models and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the time given
+(--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes
+that fall behind are timed no further.
 
 Chains compete with the trees. The candidates are set up (decoders, first steps, CUDA graphs), the ones with most
 E[tokens] / estimated time first, as many as can be set up in about the time given and then be timed twice with each in
 the rest of it; setting up does not count as timing. If there was no time for two rounds, or for more than one of the
-candidates, the estimate chooses: E[tokens] / step time by the target's step costs (inference/engine/costs.py). The
-last lines, and `chosen_by` in tree.json, say which it was.
+candidates, the estimate chooses: E[tokens] / step time by the target's step costs (inference/measure/step_costs.py).
+The last lines, and `chosen_by` in tree.json, say which it was.
 
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
@@ -94,16 +94,16 @@ from draftsmith.common.files import cached_about, check_folder, json_object, loc
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.load import Calibration, family_of, read_named
-from draftsmith.inference.drafters.ranks import best_nodes, head_facts, simulate_ensemble, trees_of
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.cache import free_bytes
-from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import find_lean
-from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
+from draftsmith.inference.measure.step_costs import StepCosts, step_costs
+from draftsmith.inference.measure.timed_search import TIMED_PROMPTS, Costs, race
+from draftsmith.inference.measure.tree_statistics import best_nodes, head_facts, simulate_ensemble, trees_of
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint

@@ -292,10 +292,10 @@ def main() -> None:
         from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
-        from draftsmith.inference.evaluation import report as reporting
-        from draftsmith.inference.evaluation.page import render_pages
-        from draftsmith.inference.evaluation.spec_bench import write_answers
-        from draftsmith.inference.evaluation.timing import engine_options, evaluate
+        from draftsmith.inference.measure import report as reporting
+        from draftsmith.inference.measure.page import render_pages
+        from draftsmith.inference.measure.spec_bench import write_answers
+        from draftsmith.inference.measure.timing import engine_options, evaluate
         from draftsmith.inference.planner import planned_drafter
         from draftsmith.inference.verify.sampling import Sampling
         from draftsmith.models.target import Target

@@ -174,7 +174,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.inference.drafters.load import load_drafter, read_named
     from draftsmith.inference.drafters.medusa import MedusaDrafter
     from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-    from draftsmith.inference.evaluation.lossless import check_texts
+    from draftsmith.inference.measure.lossless import check_texts
     from draftsmith.inference.verify.tree import read_tree
     from draftsmith.models.medusa import MedusaHeads
 

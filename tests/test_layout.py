@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "benchmarks": {*ROOMS, "benchmarks"},
     "tools": {*ROOMS, "tools"},
 }
-INSIDE = ("verify", "engine", "drafters", "commands", "evaluation")  # of inference/: each imports those before it
+INSIDE = ("verify", "engine", "trees", "drafters", "commands", "measure")  # of inference/: each imports those before it
 # Libraries this project or its dependencies import, installed here or not.
 LIBRARIES = set(
     "accelerate bitsandbytes datasets deepspeed evaluate kernels numpy peft safetensors sklearn tokenizers "
@@ -177,7 +177,7 @@ def test_wheel_holds_every_file(wheel):
     data = [
         "kernels/cpu.cpp",
         "common/parts.html",
-        "inference/evaluation/page.html",
+        "inference/measure/page.html",
         "train/page.html",
         "models/tiny-lm/*",
         "models/requirements.txt",

@@ -15,9 +15,9 @@ from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
 from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
-from draftsmith.inference.engine.turns import serve_conversations
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.distill_sections import Distillation

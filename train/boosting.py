@@ -18,7 +18,7 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import Positive, Share
 from draftsmith.data.packing import Rows, Tokenized
-from draftsmith.inference.drafters.ranks import next_token_ranks
+from draftsmith.inference.measure.tree_statistics import next_token_ranks
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.loop import console

@@ -36,8 +36,8 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import TINY_EVALUATE, DrafterRecipe, Name, Positive, Share, Source, refuse_set
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.drafters.ranks import selection_tree, simulate
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, kept, record
+from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, kept, record
+from draftsmith.inference.measure.tree_statistics import selection_tree, simulate
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistHead
 from draftsmith.models.target import Target

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from draftsmith.common.files import json_object
 from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, simulate
+from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target

@@ -24,8 +24,8 @@ from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.drafters import eagle
 from draftsmith.inference.drafters.dynaspec import PART, check_eagle
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, record
 from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, record
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.from_published import as_ours

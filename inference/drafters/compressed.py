@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.levels import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
+from draftsmith.inference.trees.by_level import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
@@ -258,7 +258,7 @@ class CompressedCache:
 
 class CompressedDrafter(Drafter):
     """The target as its own drafter, over a compressed cache. What is raised is said by
-    :class:`~draftsmith.inference.drafters.levels.Levels`, which takes the tree, and :class:`CompressedCache`."""
+    :class:`~draftsmith.inference.trees.by_level.Levels`, which takes the tree, and :class:`CompressedCache`."""
 
     def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
         self.target, self.selector, self.entries = target, selector, CompressedCache(target, selector)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftsmith.inference.drafters import eagle
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import MAX_RANK
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, kept, record
+from draftsmith.inference.measure.rollouts import BEST, Drafts, kept, record
+from draftsmith.inference.measure.tree_statistics import MAX_RANK
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
-from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
-from draftsmith.inference.drafters.rollouts import Drafts, Rollout
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.measure.rollouts import Drafts, Rollout
+from draftsmith.inference.measure.step_costs import StepCosts, draft_time
+from draftsmith.inference.measure.tree_statistics import accuracy, eagle_ranks
+from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
+from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.sampling import Noise, Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
@@ -47,7 +47,7 @@ DEPTH = 8  # K: of the deepest tree that is calibrated
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says. A dynamic tree's are
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.trees.by_level.Levels` says. A dynamic tree's are
     the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.inference.drafters.levels import Hidden, Pass
+from draftsmith.inference.trees.by_level import Hidden, Pass
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input

@@ -37,11 +37,11 @@ from draftsmith.common.files import json_object
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, say_positions
-from draftsmith.inference.drafters.dynamic import DynamicShape
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.step_costs import StepCosts, step_costs
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
@@ -74,11 +74,11 @@ class Calibration:
     max_depth: K, the depth of the deepest tree that the drafter can propose.
     ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64, of an ensemble ``[S, T, n, K]``: at
         each depth, the rank that the drafter gives to the true token after the true tokens before it.
-        :func:`draftsmith.inference.drafters.ranks.draft_labels` and ``label_ranks`` help. For a drafter that proposes a
-        single chain the rank is 0 or ``MAX_RANK``.
+        :func:`draftsmith.inference.measure.tree_statistics.draft_labels` and ``label_ranks`` help. For a drafter that
+        proposes a single chain the rank is 0 or ``MAX_RANK``.
     build: (target, a topology for each drafter) → the drafter with these trees.
     facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
-        :func:`draftsmith.inference.drafters.ranks.head_facts`.
+        :func:`draftsmith.inference.measure.tree_statistics.head_facts`.
     step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
         the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
         out, drafting takes the same time whatever the tree.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import head_ranks
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.measure.tree_statistics import head_ranks
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
 from draftsmith.kernels.linear import kernel_weight

@@ -17,11 +17,16 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, say_positions
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
-from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.measure.step_costs import StepCosts, draft_time
+from draftsmith.inference.measure.tree_statistics import (
+    chained_ranks,
+    ensemble_facts,
+    matched_answers,
+    next_token_ranks,
+)
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab

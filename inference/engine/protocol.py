@@ -20,7 +20,7 @@ from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
     from draftsmith.inference.engine.budget import Budget
-    from draftsmith.inference.engine.costs import StepCosts
+    from draftsmith.inference.measure.step_costs import StepCosts
 
 
 @dataclass

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.benchmarks import assisted
 from draftsmith.inference.engine.engine import Generation
-from draftsmith.inference.evaluation.timing import Timed
+from draftsmith.inference.measure.timing import Timed
 
 pytestmark = pytest.mark.measurement
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.benchmarks import compressed
-from draftsmith.inference.engine.costs import ContextCosts, StepCosts
+from draftsmith.inference.measure.step_costs import ContextCosts, StepCosts
 from draftsmith.inference.planner import Measured, plan
 
 

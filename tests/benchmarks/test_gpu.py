@@ -24,7 +24,7 @@ from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in,
 from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, seconds_of, with_needed
 from draftsmith.common.recipe import read_recipe
-from draftsmith.inference.drafters.dynamic import DynamicShape, read_dynamic
+from draftsmith.inference.trees.dynamic import DynamicShape, read_dynamic
 
 pytestmark = pytest.mark.measurement
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Positive
 from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import best_tree, draft_labels, label_ranks, simulate
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.tree_statistics import best_tree, draft_labels, label_ranks, simulate
 from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.losses import shifted_labels

@@ -25,13 +25,13 @@ from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
 from draftsmith.inference.drafters import load, medusa
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
-from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.engine.costs import step_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation import race as racing
-from draftsmith.inference.evaluation.race import Costs, race
+from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure import timed_search as racing
+from draftsmith.inference.measure.step_costs import step_costs
+from draftsmith.inference.measure.timed_search import Costs, race
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, head_ranks, path_counts, simulate
 from draftsmith.inference.verify.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads

@@ -36,7 +36,7 @@ from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
-from draftsmith.inference.evaluation import timing
+from draftsmith.inference.measure import timing
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels import cpu

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from draftsmith.benchmarks.intercept import PROCESSORS, intercepted
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.budget import Choice
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels import cpu, tree_attention

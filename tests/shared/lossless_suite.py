@@ -43,7 +43,7 @@ from draftsmith.inference.engine.engine import Generation, Request, SpeculativeD
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.step import Step
-from draftsmith.inference.evaluation.lossless import check_texts
+from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Mode

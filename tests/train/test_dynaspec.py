@@ -19,9 +19,9 @@ from training_runs import Killed, Runs, assert_same_files, metrics, write_recipe
 from draftsmith.inference import decode
 from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, simulate
-from draftsmith.inference.drafters.rollouts import Recorded, kept, record
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.rollouts import Recorded, kept, record
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, simulate
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter, write_drafter

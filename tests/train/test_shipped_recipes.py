@@ -16,7 +16,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.evaluation import report
+from draftsmith.inference.measure import report
 
 pytestmark = pytest.mark.whole_runs
 

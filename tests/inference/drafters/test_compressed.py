@@ -22,12 +22,12 @@ from draftsmith.inference.drafters import compressed
 from draftsmith.inference.drafters.compressed import CompressedCache, CompressedDrafter, Selector, attention_scores
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.names import SELECTORS, check_name, compressed_of, draft_model_of, has_folder
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import step
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.target import cache_argument
 
 PROMPT = [(7 * n * n + 3 * n) % 61 for n in range(70)]

@@ -17,14 +17,14 @@ from tiny_models import SPARSE, perturbed, some_ids
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
-from draftsmith.inference.drafters.levels import draw_children
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import budget
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees import by_level as levels
+from draftsmith.inference.trees.by_level import draw_children
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT

@@ -14,9 +14,9 @@ from draftsmith.inference import calibrate
 from draftsmith.inference.drafters import dynaspec, eagle
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, draft_labels
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget

@@ -14,13 +14,13 @@ from lossless_suite import NONE, STARTS
 from tiny_models import SPARSE
 
 from draftsmith.inference.drafters import eagle_layer
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import budget, engine, step
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.eagle import Eagle

@@ -13,7 +13,7 @@ from draftsmith.inference import calibrate
 from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.ranks import MAX_RANK
+from draftsmith.inference.measure.tree_statistics import MAX_RANK
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle

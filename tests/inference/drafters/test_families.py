@@ -12,10 +12,10 @@ from faults import error_of
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import FAMILIES, load_drafter
-from draftsmith.inference.drafters.ranks import simulate
-from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure.tree_statistics import simulate
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter, write_drafter
 

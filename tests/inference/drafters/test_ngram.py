@@ -10,8 +10,8 @@ from draws import occurs
 from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
 from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 

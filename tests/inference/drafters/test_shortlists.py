@@ -13,13 +13,13 @@ from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
 from tiny_models import listed_tokens, random_shortlists, random_starts
 
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter, drafts
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.rollouts import record
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.rollouts import record
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget

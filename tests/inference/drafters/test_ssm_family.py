@@ -17,11 +17,11 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters import load, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_trees, simulate_ensemble
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_trees, simulate_ensemble
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.target import Target

@@ -17,7 +17,6 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.budget import (
     FEWEST,
@@ -33,9 +32,10 @@ from draftsmith.inference.engine.budget import (
     Choice,
     Sizes,
 )
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import why_no_graph
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 

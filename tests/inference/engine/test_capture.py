@@ -15,10 +15,8 @@ from lossless_suite import CaptureSimulation, caches, simulate_capture
 from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import runner
 from draftsmith.inference.engine.budget import Choice
@@ -26,6 +24,8 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
 from draftsmith.inference.engine.step import Step
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.inference.verify.verify import MODES, Mode

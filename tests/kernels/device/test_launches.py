@@ -8,14 +8,14 @@ import torch
 from launches import Launches
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.budget import ROOT, WHOLE, Choice
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads

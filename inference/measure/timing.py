@@ -23,9 +23,9 @@ from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import PHASES, capacity_for
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.lossless import check_distribution, check_texts
-from draftsmith.inference.evaluation.paired import MIN_PAIRS, paired_fields
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.lossless import check_distribution, check_texts
+from draftsmith.inference.measure.paired import MIN_PAIRS, paired_fields
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.kernels.linear import MOST_ON_CPU

@@ -19,11 +19,11 @@ from tiny_models import noisy_heads, perturbed
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step, on_device
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.models.target import Target

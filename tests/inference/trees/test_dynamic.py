@@ -12,10 +12,10 @@ from draws import occurs
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
 from draftsmith.inference.drafters import eagle
-from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.artifact import read_drafter, write_drafter

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.ranks import LOGITS, MAX_RANK, draft_labels
+from draftsmith.inference.measure.tree_statistics import LOGITS, MAX_RANK, draft_labels
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of
 
 BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
@@ -112,8 +112,8 @@ def record(
 class Kept:
     """What shortlists keep of a whole LM head, by depth.
 
-    ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.drafters.ranks.head_ranks`; a label not among the R
-        recorded tokens counts as missed.
+    ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.measure.tree_statistics.head_ranks`; a label not among
+        the R recorded tokens counts as missed.
     """
 
     ranks: Tensor
