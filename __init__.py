@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
     from draftsmith.inference.engine.text import TextStream
+    from draftsmith.inference.load import load_drafter
     from draftsmith.inference.measure.timing import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
@@ -36,7 +36,7 @@ _MODULES = {
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
     "evaluate": "inference.measure.timing",
-    "load_drafter": "inference.drafters.load",
+    "load_drafter": "inference.load",
     "load_target": "models.target",
 }
 

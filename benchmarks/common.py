@@ -15,9 +15,10 @@ from torch import Tensor
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter, read_named
+from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.timing import bootstrap_interval
 from draftsmith.models.adapter import target_of
 from draftsmith.models.options import choose_device

@@ -90,6 +90,7 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.calibrations import next_ranks, pass_time
 from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.measure.report import OTHER
 from draftsmith.inference.measure.step_costs import StepCosts, step_costs
@@ -142,7 +143,7 @@ def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: 
         match: first tokens of an answer that have to be right.
         depth: K.
     """
-    following = ensemble.next_ranks(tokens, supervised)  # [n, S, T]
+    following = next_ranks(ensemble, tokens, supervised)  # [n, S, T]
     ssms: dict[str, Any] = {}
     for (name, model), ranks in zip(ensemble.models.items(), following, strict=True):
         shares = chain_shares(chained_ranks(ranks, tokens, supervised, depth))
@@ -441,7 +442,7 @@ def main() -> None:
     for name, ensemble in ensembles.items():
         folders[name]["tau"] = by_nodes[name]
         for ssm, row in folders[name]["ssms"].items():
-            row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
+            row["cost"] = round(pass_time(ensemble, ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = facts_of(__file__, target) | {
         **chosen(args, "max_new_tokens", "depth", "nodes", "expansion", "threads"),

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
@@ -94,7 +94,7 @@ from draftsmith.common.files import cached_about, check_folder, json_object, loc
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import Calibration, family_of, read_named
+from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
@@ -109,6 +109,9 @@ from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, check_safetensors, load_target
+
+if TYPE_CHECKING:
+    from draftsmith.inference.measure.calibrations import Calibration
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
@@ -319,7 +322,7 @@ class Chosen:
 
 def choose(
     target: Target,
-    calibration: Calibration,
+    calibration: "Calibration",
     ranks: Tensor,
     prompts: Sequence[list[int]],
     sizes: Sequence[int],
@@ -609,6 +612,8 @@ def print_measured(found: Chosen, compared: Sequence[Compared]) -> None:
 
 
 def main() -> None:
+    from draftsmith.inference.measure.calibrations import calibration_of  # which imports every family
+
     args = parser().parse_intermixed_args()
     if args.nodes is not None and args.nodes < 2:
         raise ValueError(f"--nodes {args.nodes}: a tree has at least 2 nodes, the root and one draft")
@@ -633,11 +638,10 @@ def main() -> None:
         check_no_tree(args)
         return print_costs(load_target(args.target, **options), lean)
     folder, config, weights = read_named(folders[0], args.target, **options)
-    family, target_name = family_of(folder, config), args.target or config["target"]["name_or_path"]
-    if not hasattr(family, "calibration"):
+    drafter, target_name = calibration_of(folder, config, weights), args.target or config["target"]["name_or_path"]
+    if drafter is None:
         check_no_tree(args)
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)
-    drafter: Calibration = family.calibration(folder, config, weights)
     if args.at_load and drafter.step_time is not None:
         raise ValueError(f"--at-load is for draft heads; the nodes of '{folder}' follow from its trees: leave it out")
     check_folder("DRAFTER", folder)
@@ -646,7 +650,7 @@ def main() -> None:
 
 
 def calibrate(
-    args: argparse.Namespace, folder: Path, drafter: Calibration, given: list[Prompt], target_name: str, config: Any
+    args: argparse.Namespace, folder: Path, drafter: "Calibration", given: list[Prompt], target_name: str, config: Any
 ) -> None:
     """Measure the drafter's acceptance and steps, and write its tree."""
     options, lean = target_arguments(args), DECODERS[args.decoder]
@@ -708,8 +712,7 @@ def calibrate(
         if dynamic is not None:
             length = max(1, min(TIMED_CONTEXT, target.context - COMPARED_TOKENS))
             prompts = [prompt[-length:] for prompt in timing_prompts(*text, COMPARED_PROMPTS)]
-            limits = step_costs(target, lean) if target.device.type == "cpu" and not target.spread else None
-            decoding = [dynamic(target, tree, limits) for tree in (chosen.trees[0], *SHAPES)]
+            decoding = [dynamic(target, tree) for tree in (chosen.trees[0], *SHAPES)]
             watch = watch_for(max(left - timing, for_dynamic * args.seconds), for_dynamic)
             compared = compare(target, decoding, prompts, watch, lean)
             set_up, timing = set_up + watch.set_up, timing + watch.elapsed

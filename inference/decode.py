@@ -289,9 +289,10 @@ def main() -> None:
 
         from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
         from draftsmith.inference.commands.memory import check_memory, longest_text, target_name
-        from draftsmith.inference.drafters.load import load_drafter, report_fields
+        from draftsmith.inference.drafters.load import report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
+        from draftsmith.inference.load import load_drafter
         from draftsmith.inference.measure import report as reporting
         from draftsmith.inference.measure.page import render_pages
         from draftsmith.inference.measure.spec_bench import write_answers

@@ -88,9 +88,9 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console, make_console
 from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
 from draftsmith.inference.measure.prefilled import MOST, Prefilled, by_depth, longest_context, windows
 from draftsmith.inference.measure.report import write_figure
-from draftsmith.inference.measure.step_costs import ContextCosts, context_costs
 from draftsmith.models.target import Target, load_target
 
 

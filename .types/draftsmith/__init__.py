@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.inference.drafters.load import load_drafter
+    from draftsmith.inference.load import load_drafter
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
     from draftsmith.inference.engine.text import TextStream
     from draftsmith.inference.measure.timing import evaluate

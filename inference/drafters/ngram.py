@@ -72,7 +72,7 @@ class NgramDrafter(Drafter):
         ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
-    static = learns = True
+    static = self_correcting = True
     reads_own_path = False
     sources = ("ngram",)
 

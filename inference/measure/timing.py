@@ -487,7 +487,7 @@ def evaluate(
         if untimed:
             timed[name].outputs.update(decode_untimed(name, decoder, untimed))
             bitwise[name] &= decoder.bitwise
-            if decoder.chooses and decoder.rows != min(batch_size, len(untimed)):
+            if decoder.prunes_nodes and decoder.rows != min(batch_size, len(untimed)):
                 with_steps[name] = timed_prompts
     if without_reference:
         reference.update(decode_untimed("the target alone", plain, without_reference))

@@ -279,7 +279,7 @@ class Levels:
             uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
             valid.append(self.ones > 0)
         budget = state.budget
-        weighs = state.weighs or not self.static or settings is not None
+        with_acceptance = state.needs_acceptance or not self.static or settings is not None
         used = 0  # uniforms
         for depth, level in enumerate(self.passes):
             if depth and budget is not None:
@@ -289,12 +289,12 @@ class Levels:
             if depth:
                 hidden = run(depth, level, level.of(tokens[-1]), hidden)
             self.deepest_run = depth
-            above = level.of(acceptances[-1])[..., None] if weighs else self.ones
+            above = level.of(acceptances[-1])[..., None] if with_acceptance else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
                 log_q, best = head.best(hidden[1], choice.k, depth, state.noise)
                 acceptance = self.ones
-                if weighs:
+                if with_acceptance:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
             else:
                 choice = self.drawn[depth]
@@ -319,11 +319,12 @@ class Levels:
                 acceptance = torch.where(drawn, above * accepted * (1 - accepted) ** self.numbers[:k], 0.0)
                 best = tokens_at(places, ids)
             tokens.append(choice.of(best))
-            if weighs:
+            if with_acceptance:
                 acceptances.append(choice.of(acceptance))
         levels = len(tokens) - 1
         tree = replace(
-            self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1) if weighs else None
+            self.trees[levels].fill(torch.cat(tokens, 1)),
+            acceptance=torch.cat(acceptances, 1) if with_acceptance else None,
         )
         if not distributions:
             return tree

@@ -43,7 +43,8 @@ class MergedDrafter(Drafter):
 
     def __init__(self, drafters: Mapping[str, Drafter], target: Target, limit: int) -> None:
         self.drafters, self.target = list(drafters.values()), target
-        self.sources, self.source_learns = tuple(drafters), [drafter.learns for drafter in drafters.values()]
+        self.sources = tuple(drafters)
+        self.self_correcting_sources = [drafter.self_correcting for drafter in drafters.values()]
         self.static = all(drafter.static for drafter in self.drafters)
         self.max_depth = max(drafter.max_depth for drafter in self.drafters)
         self.branching = sum(drafter.branching for drafter in self.drafters)
@@ -204,7 +205,7 @@ class MergedDrafter(Drafter):
         """The engine's state as each drafter sees it: its features and its own random stream."""
         if self.states is None or self.states[0] is not state:  # the engine changes its buffers in place
             views = [
-                replace(state, stream=16 * state.stream + number, weighs=True, source=number, merged=True)
+                replace(state, stream=16 * state.stream + number, needs_acceptance=True, source=number, merged=True)
                 for number in range(len(self.drafters))
             ]
             self.states = state, views

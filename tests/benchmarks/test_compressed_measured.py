@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.benchmarks import compressed
-from draftsmith.inference.measure.step_costs import ContextCosts, StepCosts
+from draftsmith.inference.measure.context_costs import ContextCosts
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.planner import Measured, plan
 
 

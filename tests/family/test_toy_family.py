@@ -10,7 +10,8 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.drafters.load import FAMILIES
+from draftsmith.inference.drafters.family import FAMILIES
+from draftsmith.inference.measure.calibrations import CALIBRATIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +42,7 @@ def recipe(tiny_lm, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     monkeypatch.setitem(FAMILIES, "toy", "toy_family")
+    monkeypatch.setitem(CALIBRATIONS, "toy", toy_family.calibration)
 
 
 @pytest.fixture(scope="module")

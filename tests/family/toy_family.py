@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Positive
-from draftsmith.inference.drafters.load import Calibration, Part
+from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.calibrations import Calibration
 from draftsmith.inference.measure.tree_statistics import best_tree, draft_labels, label_ranks, simulate
 from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
 from draftsmith.train.dry_run import Plan, target_shape
@@ -122,13 +123,16 @@ def follower_ranks(weights, tokens, supervised):
     return label_ranks(best, draft_labels(tokens, supervised, DEPTH))
 
 
+HAS_TREE = True
+
+
 def open_drafter(folder, config, weights, tree, merged):
     if tree is None:
         topology, acceptances = chain(DEPTH), None
     else:
         topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
     table = followers(weights)
-    return Part(lambda target, options: ToyDrafter(table, topology, target.device, acceptances))
+    return Loader(lambda target, options: ToyDrafter(table, topology, target.device, acceptances))
 
 
 def calibration(folder, config, weights):

@@ -23,10 +23,10 @@ from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
 from draftsmith.inference.drafters import load, medusa
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import step_costs as costs
 from draftsmith.inference.measure import timed_search as racing
 from draftsmith.inference.measure.step_costs import step_costs

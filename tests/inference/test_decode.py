@@ -31,11 +31,11 @@ from scipy.stats import t as t_distribution
 from draftsmith.inference import calibrate
 from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import timing
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
@@ -259,13 +259,7 @@ def test_a_defect_of_batches_alone_is_found(run_decode, drafter, nine, tmp_path,
 
 def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, nine, tmp_path, monkeypatch):
     """τ is that of the timed prompts, where the size of a tree depends on the texts beside it; all are checked."""
-    init = Step.__init__
-
-    def choosing(self, *arguments, **options):
-        init(self, *arguments, **options)
-        self.chooses = self.drafter.num_nodes > 1
-
-    monkeypatch.setattr(Step, "__init__", choosing)
+    monkeypatch.setattr(Step, "prunes_nodes", property(lambda step: step.drafter.num_nodes > 1))
     rows = [json.loads(line) | {"kind": "some" if n < 8 else "one"} for n, line in enumerate(nine.open())]
     nine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(timing, "group_prompts", lambda kinds, size: [[n] for n in range(9)])
@@ -406,7 +400,7 @@ def test_live_texts(run_decode, drafter, target, prompts):
 def test_each_token_has_the_sources_that_drafted_it(drafter):
     """As many by source as are counted, and none where a step ended."""
     target, both = load_drafter(f"ngram+{drafter}")
-    both.chooses = False  # both draft at each step, whatever it costs
+    both.clock = None  # both draft at each step, whatever it costs
     decoder = SpeculativeDecoder(target, both, static=True)
     (result,) = decoder.generate([[5, 6, 7]], 120, stop_ids=frozenset())
     by_source = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(2)]

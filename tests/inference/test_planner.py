@@ -14,8 +14,9 @@ from draftsmith.inference.engine import cache as caches
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
 from draftsmith.inference.measure.prefilled import Prefilled, by_depth
-from draftsmith.inference.measure.step_costs import ContextCosts, StepCosts, context_costs
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.planner import Measured, Setting, expected_tokens, plan, predict
 from draftsmith.models.tokenizer import load_tokenizer
 

@@ -310,7 +310,7 @@ def test_costs_end_trees(make_target, monkeypatch, tree):
 
     def make(target, kind=EagleDrafter):
         drafter = kind(fitted(target, make_target), target, TREES[tree])
-        drafter.costs, drafter.chooses = STEEP, True
+        drafter.costs = STEEP
         return drafter
 
     target = suite.phrases(make_target)
@@ -319,7 +319,6 @@ def test_costs_end_trees(make_target, monkeypatch, tree):
     for static, mode in ((True, "greedy"), (False, "mss")):
         sizes.clear()
         drafter = make(target, Watched)
-        drafter.chooses = not static
         serve(target, drafter, static=static, mode=mode, count=22)
         assert set(sizes) == {drafter.num_nodes}, (mode, sizes)
     suite.check_coupled(make_target, make, own=False)

@@ -16,9 +16,10 @@ from draftsmith.inference.calibrate import nodes_of, trees_by_size
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters import load, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_trees, simulate_ensemble
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -78,7 +79,7 @@ def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, mo
     tree = json.loads((stored / "tree.json").read_text())
     trees = read_trees(stored / "tree.json", 2)
     assert sum(map(len, tree["parts"])) == 11 and len(trees) == 2
-    calibration = ssm.calibration(*read_drafter(str(stored)))
+    calibration = calibrations.ssm(*read_drafter(str(stored)))
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     assert ranks.shape == (*text["tokens"].shape, 2, 8)
     outside = ~torch.isin(text["tokens"].long(), ids)
@@ -132,7 +133,7 @@ def _matched(folder, ids, text):
 def test_coverage_of_the_target_itself(target, text, tmp_path):
     """An SSM of all of the target's weights reproduces every answer; with little noise, some of them."""
     folder = write_ensemble(tmp_path / "same", target, [0.01, 0.01, 0.0], None)
-    calibration = ssm.calibration(*read_drafter(str(folder)))
+    calibration = calibrations.ssm(*read_drafter(str(folder)))
     assert calibration.facts is not None
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     assert (ranks[:, :, 2] <= 0).all() and (ranks[:, :, :2] > 0).any()

@@ -7,9 +7,9 @@ import pytest
 from browser import luminances, open_page
 
 from draftsmith.inference import decode
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.page import render_pages, tree_picture
 from draftsmith.inference.measure.trace import acceptance_by_ranks, trace, traced
 from draftsmith.inference.verify.sampling import Sampling

@@ -11,10 +11,10 @@ from draws import occurs
 
 from draftsmith.inference import calibrate
 from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
-from draftsmith.inference.drafters import eagle
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
@@ -295,7 +295,7 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
 def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     target = load_target(read_drafter(str(folder))[1]["target"]["name_or_path"], device="cpu", dtype="float32")
     _, config, weights = read_drafter(str(folder))
-    decoding = eagle.calibration(folder, config, weights).decoding
+    decoding = calibrations.eagle(folder, config, weights).decoding
     assert decoding is not None
     monkeypatch.setattr(calibrate, "SHAPES", (DynamicShape(30, 1, 31), DynamicShape(60, 2, 121)))
     prompts, calls = [[5, 6, 7, 8], [9, 8, 7], [4]], []
@@ -306,7 +306,7 @@ def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
             calls.append(None)
             return len(calls) == 2
 
-    drafters = [decoding(target, tree, None) for tree in trees]
+    drafters = [decoding(target, tree) for tree in trees]
     compared = calibrate.compare(target, drafters, prompts, Watch(math.inf))
     assert 1.05 < compared[0].tau < compared[1].tau
     for shape, each in zip(calibrate.SHAPES, compared, strict=True):

@@ -78,7 +78,7 @@ class Given(Drafter):
 
 def budget_of(drafter, costs):
     """A budget of a merge's steps, in the first of one row."""
-    budget = Budget(costs.seconds, 1, drafter.source_learns, drafter.max_depth, drafter.num_nodes)
+    budget = Budget(costs.seconds, 1, drafter.self_correcting_sources, drafter.max_depth, drafter.num_nodes, costs.now)
     budget.start([0], [True])
     return budget
 
