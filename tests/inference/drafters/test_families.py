@@ -16,6 +16,7 @@ from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure import tree_search
 from draftsmith.inference.measure.calibrations import CALIBRATIONS
 from draftsmith.inference.measure.tree_statistics import simulate
 from draftsmith.inference.verify.tree import read_tree
@@ -46,7 +47,7 @@ def family(monkeypatch):
 def test_a_family_of_one_entry(run_main, run_decode, report_of, written, family, target, monkeypatch):
     """Calibrated and decoded with, alone and merged; the simulated τ is the engine's. Nothing else knows of it."""
     folder, prompts = written
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
     early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
     options = f"--prompts {prompts} --max-new-tokens 32 --device cpu"

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.calibrate import nodes_of, trees_by_size
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters import load, ssm
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
-from draftsmith.inference.measure import calibrations
+from draftsmith.inference.measure import calibrations, tree_search
 from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.measure.tree_search import nodes_of, trees_by_size
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_trees, simulate_ensemble
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, read_trees
@@ -66,7 +66,7 @@ def ensemble(tmp_path, stored):
 
 def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, monkeypatch):
     """The trees, and the facts in tree.json; the simulated τ is that of the engine with these trees."""
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
     early = run_decode(f"{stored} --prompts {prompts}")
     assert early == (2, "", f"error: {stored}: has no tree.json yet; run: python inference/calibrate.py {stored}\n")
     refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "nobody/nothing")
