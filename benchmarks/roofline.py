@@ -52,8 +52,8 @@ import torch
 from draftsmith.benchmarks.tables import GREY, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object
 from draftsmith.inference.engine.budget import RETRY, Budget
+from draftsmith.inference.measure.plans import Setting, predict
 from draftsmith.inference.measure.prefilled import MOST
-from draftsmith.inference.planner import Setting, predict
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 
 H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes

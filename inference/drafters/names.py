@@ -10,6 +10,7 @@ from draftsmith.common.command import nearest
 from draftsmith.models.stored import check_drafter_name, known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
+TRIED = ("streamingllm", "snapkv")  # selectors that are planned with, if none are named
 SELECTORS = ("streamingllm", "snapkv", "topk")  # of the target's own compressed cache, :K entries
 CHAIN = (1,) * 8  # the expansion of a draft model or a compressed cache, if none is given
 

@@ -8,8 +8,8 @@ import pytest
 
 from draftsmith.benchmarks import compressed
 from draftsmith.inference.measure.context_costs import ContextCosts
+from draftsmith.inference.measure.plans import Measured, plan
 from draftsmith.inference.measure.step_costs import StepCosts
-from draftsmith.inference.planner import Measured, plan
 
 
 @pytest.fixture

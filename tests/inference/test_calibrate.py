@@ -20,8 +20,8 @@ from tiny_models import noisy_heads
 from draftsmith.common import progress
 from draftsmith.common.command import available_cores
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate
-from draftsmith.inference.drafters import load, medusa
+from draftsmith.inference import calibrate, load
+from draftsmith.inference.drafters import medusa
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder

@@ -13,18 +13,28 @@ from draftsmith.inference.drafters.compressed import CompressedDrafter
 from draftsmith.inference.engine import cache as caches
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.measure import context_costs as costs
+from draftsmith.inference.measure import plans
 from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
+from draftsmith.inference.measure.plans import (
+    Measured,
+    Setting,
+    drafter_of,
+    expected_tokens,
+    measure_undisturbed,
+    plan,
+    predict,
+)
 from draftsmith.inference.measure.prefilled import Prefilled, by_depth
 from draftsmith.inference.measure.step_costs import StepCosts
-from draftsmith.inference.planner import Measured, Setting, expected_tokens, plan, predict
 from draftsmith.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def accept_noise(monkeypatch):
     """Times of these tiny steps are not tested, however busy the machine is."""
-    monkeypatch.setattr(planner, "DISTURBED", float("inf"))
+    monkeypatch.setattr(plans, "DISTURBED", float("inf"))
 
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
@@ -75,19 +85,18 @@ def test_no_speed_up_is_above_the_tokens_of_a_step(beyond):
 @pytest.mark.parametrize(("plains", "used"), [([10.0, 1.2], 1), ([0.1, 10.0, 0.9], 2), ([10.0, 4.0, 0.3], None)])
 def test_a_disturbed_plain_step_is_measured_again(monkeypatch, plains, used):
     """plains: times of a plain step, in those by the step costs. used: the measurement that counts; None: refused."""
-    monkeypatch.setattr(planner, "DISTURBED", 3.0)
+    monkeypatch.setattr(plans, "DISTURBED", 3.0)
     calculated, left = t(1, 260, 1), iter(plains)
 
-    def measure(*args):
+    def measure():
         return {("snapkv", 64): Measured([0.9], 0.0, 0.0, 0.0, (next(left) - 1) * calculated)}, 0.1
 
-    monkeypatch.setattr(planner, "measure", measure)
-    options = (None, measured_of(COSTS, (1,), (100, 300)), [[0] * 256], [("snapkv", 64)], 8)
+    options = measure, 256, calculated
     if used is None:
         with pytest.raises(ValueError, match="a plain step took 3.3 ms, .* it takes 11.1 ms, .* run again while"):
-            planner.measure_undisturbed(*options)
+            measure_undisturbed(*options)
     else:
-        found, _ = planner.measure_undisturbed(*options)
+        found, _ = measure_undisturbed(*options)
         assert found["snapkv", 64].per_plain == pytest.approx((plains[used] - 1) * calculated)
         assert len([*left]) == len(plains) - used - 1
 
@@ -159,9 +168,9 @@ def test_a_batch_that_was_read_once_goes_on_as_it_would(make_target):
     texts = [[(3 * n * n + row) % 61 for n in range(40)] for row in range(2)]
     expected = SpeculativeDecoder(target).generate(texts, 12, stop_ids=frozenset())
     batch = Prefilled(target, texts, 8)
-    drafter = planner.drafter_of(target, Setting("streamingllm", 16, 2))
+    drafter = drafter_of(target, Setting("streamingllm", 16, 2))
     step = batch.step(drafter)
-    with planner.engine_attention([target]):
+    with engine_attention([target]):
         for one in (batch.plain, step, batch.plain, step):
             committed = batch.run(one).committed
             assert batch.new_tokens * 2 <= sum(map(sum, committed)) < batch.new_tokens * 2 + 2 * 3

@@ -14,7 +14,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import calibrations, tree_calibration, tree_search
-from draftsmith.inference.measure.tree_search import COMPARED_TOKENS, SHAPES, ComparedTree
+from draftsmith.inference.measure.tree_search import COMPARED_TOKENS, SHAPES, ComparedTree, Watch, compare_dynamic
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
@@ -301,22 +301,18 @@ def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     prompts, calls = [[5, 6, 7, 8], [9, 8, 7], [4]], []
     trees = [chain(2), *tree_search.SHAPES]
 
-    class Watch(tree_search.Watch):
+    class TwoPrompts(Watch):
         def is_up(self, share=1.0):
             calls.append(None)
             return len(calls) == 2
 
     drafters = [decoding(target, tree) for tree in trees]
-    compared = tree_search.compare_dynamic(target, drafters, prompts, Watch(math.inf))
+    compared = compare_dynamic(target, drafters, prompts, TwoPrompts(math.inf))
     assert 1.05 < compared[0].tau < compared[1].tau
     for shape, each in zip(tree_search.SHAPES, compared, strict=True):
         decoder = SpeculativeDecoder(target, decoding(target, shape, None))
         results = decoder.generate(prompts[:2], COMPARED_TOKENS, stop_ids=frozenset())
         assert each.shape == shape and each.speed > 0
         assert each.tau == 2 * (COMPARED_TOKENS - 1) / sum(len(result.accepted) for result in results)
-    assert tree_search.compare_dynamic(target, drafters, prompts, tree_search.Watch(0.0)) == [], (
-        "no time for two prompts"
-    )
-    assert tree_search.compare_dynamic(target, drafters, prompts, tree_search.Watch(60.0, 0.0)) == [], (
-        "no time to set up a second"
-    )
+    assert compare_dynamic(target, drafters, prompts, Watch(0.0)) == [], "no time for two prompts"
+    assert compare_dynamic(target, drafters, prompts, Watch(60.0, 0.0)) == [], "no time to set up a second"
