@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
     from draftsmith.inference.engine.text import TextStream
     from draftsmith.inference.load import load_drafter
-    from draftsmith.inference.measure.timing import evaluate
+    from draftsmith.inference.measure.evaluation import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
 
@@ -35,7 +35,7 @@ _MODULES = {
     "Generation": "inference.engine.engine",
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
-    "evaluate": "inference.measure.timing",
+    "evaluate": "inference.measure.evaluation",
     "load_drafter": "inference.load",
     "load_target": "models.target",
 }

@@ -109,7 +109,8 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import lossless
-from draftsmith.inference.measure.timing import CHECK_ROWS, format_duration
+from draftsmith.inference.measure.evaluation import CHECK_ROWS
+from draftsmith.inference.measure.timing import format_duration
 from draftsmith.models.target import Target
 
 # ---- requests and their times

@@ -294,10 +294,11 @@ def main() -> None:
         from draftsmith.inference.engine.text import answer_text
         from draftsmith.inference.load import load_drafter
         from draftsmith.inference.measure import report as reporting
+        from draftsmith.inference.measure.evaluation import evaluate
         from draftsmith.inference.measure.page import render_pages
         from draftsmith.inference.measure.plans import planned_drafter
         from draftsmith.inference.measure.spec_bench import write_answers
-        from draftsmith.inference.measure.timing import engine_options, evaluate
+        from draftsmith.inference.measure.timing import engine_options
         from draftsmith.inference.verify.sampling import Sampling
         from draftsmith.models.target import Target
 

@@ -36,7 +36,7 @@ from draftsmith.inference.engine.engine import Generation, Request, SpeculativeD
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
 from draftsmith.inference.load import load_drafter
-from draftsmith.inference.measure import timing
+from draftsmith.inference.measure import evaluation, timing
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels import cpu
@@ -225,7 +225,7 @@ def test_figures_outlive_an_interrupted_check(run_decode, drafter, nine, tmp_pat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(timing, "check_texts", interrupted)
+    monkeypatch.setattr(evaluation, "check_texts", interrupted)
     run_decode(f"{drafter} ngram --prompts {nine} {CHECKED} --report {tmp_path}")
     for report in reports_of(tmp_path, ("heads", "ngram")):
         assert report["timed_prompts"] == 6 and report["speedup"] > 0 and report["lossless"] is None
@@ -273,24 +273,24 @@ def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, ni
     assert heads["kinds"]["one"]["counted_prompts"] == 0 and heads["kinds"]["one"]["mean_accepted_length"] is None
 
 
-@pytest.mark.parametrize(("device", "most"), [("cpu", timing.CHECK_ROWS), ("cuda", timing.CHECK_ROWS_ON_GPU)])
+@pytest.mark.parametrize(("device", "most"), [("cpu", evaluation.CHECK_ROWS), ("cuda", evaluation.CHECK_ROWS_ON_GPU)])
 def test_rows_of_what_is_not_timed(target, monkeypatch, device, most):
     """Half of the free memory, and on a CPU no more nodes than leave the bits of a row as they are."""
     free = [1 << 40]
-    monkeypatch.setattr(timing, "free_bytes", lambda place: free[0])
+    monkeypatch.setattr(evaluation, "free_bytes", lambda place: free[0])
     looks = SimpleNamespace(**{name: getattr(target, name) for name in ("vocab_size", "context", "kv_shapes", "dtype")})
     looks.device, looks.kv_devices = torch.device(device), [torch.device(device)] * len(target.kv_shapes)
 
     def rows(nodes, least=1):
         drafter = SimpleNamespace(num_nodes=nodes, max_depth=3, models=())
         decoder = SimpleNamespace(target=looks, drafter=drafter)
-        return timing.rows_untimed(decoder, [[1], [1, 2]], 8, least)
+        return evaluation.rows_untimed(decoder, [[1], [1, 2]], 8, least)
 
     assert (rows(1), rows(6), rows(6, 64)) == (most, most, 64)
     assert rows(200) == (2 if device == "cpu" else most)
     slots = 2 + 8 + 6 + 2 * 4 + 256
     token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)
-    free[0] = 2 * 5 * (slots * token + 6 * target.vocab_size * 4 * timing.LOGITS)
+    free[0] = 2 * 5 * (slots * token + 6 * target.vocab_size * 4 * evaluation.LOGITS)
     assert (rows(6), rows(6, 7)) == (5, 7)
     free[0] -= 1
     assert rows(6) == 4
