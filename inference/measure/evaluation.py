@@ -154,7 +154,8 @@ class _Evaluation:
         self, decoder: SpeculativeDecoder, group: list[list[int]], rows: int | None = None, **more: Any
     ) -> list[Generation]:
         """Decode some prompts, ``rows`` at a time, or as many as are timed."""
-        own = engine_options(self.mode, self.sampling, group) | {"max_draft_nodes": self.max_draft_nodes}
+        own: dict[str, Any] = engine_options(self.mode, self.sampling, group)
+        own["max_draft_nodes"] = self.max_draft_nodes
         rows = self.batch_size if rows is None else rows
         return decoder.generate(group, self.max_new_tokens, batch_size=rows, **own, **more)
 
