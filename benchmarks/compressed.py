@@ -84,7 +84,7 @@ from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.context_costs import context_costs
-from draftsmith.inference.measure.plans import Setting, drafter_of, measure, predict_answers
+from draftsmith.inference.measure.planning import Setting, drafter_of, measure, predict_answers
 from draftsmith.inference.measure.prefilled import Prefilled, by_depth, longest_context, windows
 from draftsmith.models.options import choose_device
 from draftsmith.models.sizes import kv_bytes

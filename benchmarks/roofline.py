@@ -52,7 +52,7 @@ import torch
 from draftsmith.benchmarks.tables import GREY, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object
 from draftsmith.inference.engine.budget import RETRY, Budget
-from draftsmith.inference.measure.plans import Setting, predict
+from draftsmith.inference.measure.planning import Setting, predict
 from draftsmith.inference.measure.prefilled import MOST
 from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 

@@ -368,7 +368,7 @@ def main() -> None:
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
         from draftsmith.inference.load import load_drafter
-        from draftsmith.inference.measure.plans import planned_drafter
+        from draftsmith.inference.measure.planning import planned_drafter
         from draftsmith.inference.measure.timing import engine_options
         from draftsmith.inference.verify.sampling import Sampling
         from draftsmith.models.target import Target

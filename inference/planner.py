@@ -74,7 +74,7 @@ from draftsmith.inference.commands.memory import check_memory
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.measure.plan_figures import draw, print_plan
-from draftsmith.inference.measure.plans import make_plan, possible_selectors
+from draftsmith.inference.measure.planning import make_plan, possible_selectors
 from draftsmith.inference.measure.prefilled import longest_context
 from draftsmith.models.target import load_target
 

@@ -22,7 +22,7 @@ from draftsmith.inference.drafters.compressed import CompressedCache, Selector
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
-from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
+from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
@@ -200,7 +200,7 @@ class DraftModelDrafter(Drafter):
             self._attend_to(self.entries, state)
         hidden = self._run_root(state)  # [B, 1, d]
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+        def run(depth: int, level: LevelPass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, self._held(state.length), state.plans)
             return hidden, hidden
 
@@ -273,7 +273,7 @@ class DraftModelDrafter(Drafter):
         hidden = self._run(self.chains[longest], tokens, self._held(state.length - missing), state.plans)
         return hidden[self.row_numbers, missing][:, None]
 
-    def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
+    def _run(self, level: LevelPass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
         left_out = None if self.entries is None else self.entries.left_out
         return level.run(self.runner, self._readable(tokens), lengths, plans, left_out)
 

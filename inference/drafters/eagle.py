@@ -26,7 +26,7 @@ from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
+from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.sampling import Noise, Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
@@ -184,7 +184,7 @@ class EagleDrafter(Drafter):
             after = before + 1
             return self.dynamic.grow(state, root, lambda nodes: self._run_frontier(nodes, after, noise))
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+        def run(depth: int, level: LevelPass, tokens: Tensor, above: Hidden) -> Hidden:
             if self.shortlists is not None:
                 self._choose(tokens, level.of_parents(above[0]), depth)
             return self._run(level, tokens, above[0], before)
@@ -243,7 +243,7 @@ class EagleDrafter(Drafter):
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
         depth = nodes.first // count + 1
         below = self.dynamic.levels[depth - 1]  # the first level
-        level = Pass(nodes.first, count, count == 1, nodes.ancestors, below, self.key_depths[:, :total])
+        level = LevelPass(nodes.first, count, count == 1, nodes.ancestors, below, self.key_depths[:, :total])
         self._choose(nodes.tokens, nodes.hidden, depth)
         hidden = self._run(level, nodes.tokens, nodes.hidden, after, fixed=False)
         return self._proposals(hidden, noise, depth)
@@ -253,7 +253,7 @@ class EagleDrafter(Drafter):
         log_q, tokens = self.head.best(hidden[1], self.shape.top_k, depth, noise)
         return Proposals(tokens, log_q, hidden[0])
 
-    def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
+    def _run(self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
         return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

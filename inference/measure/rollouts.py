@@ -115,7 +115,7 @@ def record(
 
 
 @dataclass(frozen=True)
-class Kept:
+class Coverage:
     """What shortlists keep of a whole LM head, by depth.
 
     ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.measure.tree_statistics.head_ranks`; a label not among
@@ -130,7 +130,7 @@ class Kept:
 
 
 @torch.no_grad()
-def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, chunk: int = 512) -> Kept:
+def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, chunk: int = 512) -> Coverage:
     """Apply shortlists to what was recorded, each node having its own; None: the whole head."""
     device = next(embed.parameters()).device
     columns = list[Tensor]()
@@ -160,7 +160,7 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     ranks[recorded.begins] = torch.stack(columns, 1)
     tokens, dropped, top1, top10, count = sums.clamp(min=1e-9)
     shares = tokens / count, top1 / count, top10 / count, dropped / (tokens + dropped)
-    return Kept(ranks, *([round(float(x), 4) for x in share] for share in shares))
+    return Coverage(ranks, *([round(float(x), 4) for x in share] for share in shares))
 
 
 def eagle_drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:

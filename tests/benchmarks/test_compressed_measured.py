@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.benchmarks import compressed
 from draftsmith.inference.measure.context_costs import ContextCosts
-from draftsmith.inference.measure.plans import Measured, plan
+from draftsmith.inference.measure.planning import Measured, plan
 from draftsmith.inference.measure.step_costs import StepCosts
 
 

@@ -15,9 +15,9 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.measure import context_costs as costs
-from draftsmith.inference.measure import plans
+from draftsmith.inference.measure import planning
 from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
-from draftsmith.inference.measure.plans import (
+from draftsmith.inference.measure.planning import (
     Measured,
     Setting,
     drafter_of,
@@ -34,7 +34,7 @@ from draftsmith.models.tokenizer import load_tokenizer
 @pytest.fixture(autouse=True)
 def accept_noise(monkeypatch):
     """Times of these tiny steps are not tested, however busy the machine is."""
-    monkeypatch.setattr(plans, "DISTURBED", float("inf"))
+    monkeypatch.setattr(planning, "DISTURBED", float("inf"))
 
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
@@ -85,7 +85,7 @@ def test_no_speed_up_is_above_the_tokens_of_a_step(beyond):
 @pytest.mark.parametrize(("plains", "used"), [([10.0, 1.2], 1), ([0.1, 10.0, 0.9], 2), ([10.0, 4.0, 0.3], None)])
 def test_a_disturbed_plain_step_is_measured_again(monkeypatch, plains, used):
     """plains: times of a plain step, in those by the step costs. used: the measurement that counts; None: refused."""
-    monkeypatch.setattr(plans, "DISTURBED", 3.0)
+    monkeypatch.setattr(planning, "DISTURBED", 3.0)
     calculated, left = t(1, 260, 1), iter(plains)
 
     def measure():
