@@ -21,14 +21,13 @@ from draftsmith.common import progress
 from draftsmith.common.command import available_cores
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, load
-from draftsmith.inference.drafters import medusa
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations, tree_calibration, tree_search
 from draftsmith.inference.measure import step_costs as costs
 from draftsmith.inference.measure import timed_search as racing
-from draftsmith.inference.measure import tree_calibration, tree_search
 from draftsmith.inference.measure.step_costs import step_costs
 from draftsmith.inference.measure.timed_search import SearchCosts, timed_search
 from draftsmith.inference.measure.tree_calibration import batches
@@ -575,7 +574,7 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
         time.sleep(0.05 * len(tokens))
         return count(target, heads, tokens, supervised)
 
-    monkeypatch.setattr(medusa, "head_ranks", slow)
+    monkeypatch.setattr(calibrations, "head_ranks", slow)
     monkeypatch.setattr(racing, "SETTLED", -1.0)
     monkeypatch.setattr(racing, "MAX_ROUNDS", 10**9)
     monkeypatch.setattr(tree_search, "SIZES", (2, 4))

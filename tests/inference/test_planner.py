@@ -184,9 +184,11 @@ def test_steps_are_measured_at_lengths_and_batches(make_target, monkeypatch):
     target = make_target("llama", max_position_embeddings=4096)
     monkeypatch.setattr(costs, "step_costs", lambda *args: StepCosts({1: 0.011, 65: 0.075}))
     times = itertools.count()
-    monkeypatch.setattr(
-        costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
-    )
+
+    def seconds(step, cached):
+        return t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
+
+    monkeypatch.setattr(costs, "step_seconds", seconds)
     found = context_costs(target, [1000, 2000], [3])
     assert {*found.measured} == {(b, s, n) for b in (1, 3) for s in (128, 500, 1000, 1500, 2000) for n in (1, 5)}
     assert found.seconds(3, 1234, 4) == pytest.approx(t(3, 1234, 4)), "the shortest one of each"

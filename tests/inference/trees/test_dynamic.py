@@ -310,7 +310,7 @@ def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     compared = compare_dynamic(target, drafters, prompts, TwoPrompts(math.inf))
     assert 1.05 < compared[0].tau < compared[1].tau
     for shape, each in zip(tree_search.SHAPES, compared, strict=True):
-        decoder = SpeculativeDecoder(target, decoding(target, shape, None))
+        decoder = SpeculativeDecoder(target, decoding(target, shape))
         results = decoder.generate(prompts[:2], COMPARED_TOKENS, stop_ids=frozenset())
         assert each.shape == shape and each.speed > 0
         assert each.tau == 2 * (COMPARED_TOKENS - 1) / sum(len(result.accepted) for result in results)
