@@ -35,7 +35,7 @@ from draftsmith.inference.trees.by_level import DraftHead, Hidden, LevelPass, Le
 from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.tree_attention import Plans
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.drafters import load, ssm
+from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -73,7 +73,7 @@ def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, mo
     message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
     assert refused == (2, "", f"error: {message}\n")
     options = f"--prompts {prompts} --max-new-tokens 32 {OPTIONS}"
-    monkeypatch.setattr(ssm.Ensemble, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
+    monkeypatch.setattr(calibrations, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
     code, out, err = run_main(calibrate.main, stored, *options.split(), "--nodes", 12, "--seconds", 2)
     assert code == 0 and f"{stored / 'tree.json'}: 12 nodes (" in out, err
     tree = json.loads((stored / "tree.json").read_text())
