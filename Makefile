@@ -149,6 +149,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+	$(PY) tools/walks.py
 	$(PY) tools/sentences.py
 
 # Links of the documents lead out of docs/, so that the site is made of a copy of what they lead to. Broken ones are errors.

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.inference.drafters.load import load_drafter
     from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
     from draftsmith.inference.engine.text import TextStream
-    from draftsmith.inference.evaluation.timing import evaluate
+    from draftsmith.inference.load import load_drafter
+    from draftsmith.inference.measure.evaluation import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
 
@@ -35,8 +35,8 @@ _MODULES = {
     "Generation": "inference.engine.engine",
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
-    "evaluate": "inference.evaluation.timing",
-    "load_drafter": "inference.drafters.load",
+    "evaluate": "inference.measure.evaluation",
+    "load_drafter": "inference.load",
     "load_target": "models.target",
 }
 

@@ -47,8 +47,8 @@ from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, 
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation import timing
-from draftsmith.inference.evaluation.timing import Method, Timed, tokens_of, transformers_method
+from draftsmith.inference.measure import timing
+from draftsmith.inference.measure.timing import Method, Timed, tokens_of, transformers_method
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target, load_target
 

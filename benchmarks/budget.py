@@ -52,11 +52,11 @@ from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import static_by_default
-from draftsmith.inference.evaluation.timing import with_own_seeds
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.timing import with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.target import Target

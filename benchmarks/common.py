@@ -15,11 +15,12 @@ from torch import Tensor
 
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter, read_named
+from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.evaluation.timing import Method, bootstrap_interval, with_own_seeds
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.timing import Method, bootstrap_interval, with_own_seeds
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.adapter import target_of

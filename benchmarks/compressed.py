@@ -79,13 +79,13 @@ from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.engine.costs import context_costs
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step
-from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth, longest_context, windows
-from draftsmith.inference.planner import Setting, drafter_of, measure, predict_answers
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.context_costs import context_costs
+from draftsmith.inference.measure.planning import Setting, drafter_of, measure, predict_answers
+from draftsmith.inference.measure.prefilled import Prefilled, by_depth, longest_context, windows
 from draftsmith.models.options import choose_device
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target, load_target

@@ -19,7 +19,7 @@ chains    c: time of an SSM's pass over a plain step, measured here; the speed-u
           from the acceptance by depth and measured steps; the c at which it would be 1.
 
 Intervals are 95 % bootstrap intervals over prompts. Greedy outputs are compared with the target's own; exit code 1 if
-one differs by more than rounding (inference/evaluation/lossless.py).
+one differs by more than rounding (inference/measure/lossless.py).
 
 Shape letters: S answers, T tokens, n SSMs, K depths.
 """
@@ -96,14 +96,15 @@ from draftsmith.benchmarks.common import (
 )
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import chained_ranks, coverage, matched_answers, overlap
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
-from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.evaluation.lossless import check_texts
-from draftsmith.inference.evaluation.report import OTHER
-from draftsmith.inference.evaluation.timing import Method, accepted_interval, run_rounds
+from draftsmith.inference.measure.calibrations import next_ranks, pass_time
+from draftsmith.inference.measure.lossless import check_texts
+from draftsmith.inference.measure.report import OTHER
+from draftsmith.inference.measure.step_costs import StepCosts, step_costs
+from draftsmith.inference.measure.timing import Method, accepted_interval, run_rounds
+from draftsmith.inference.measure.tree_statistics import chained_ranks, coverage, matched_answers, overlap
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.target import Target
 
@@ -150,7 +151,7 @@ def measure_text(ensemble: Ensemble, tokens: Tensor, supervised: Tensor, match: 
         match: first tokens of an answer that have to be right.
         depth: K.
     """
-    following = ensemble.next_ranks(tokens, supervised)  # [n, S, T]
+    following = next_ranks(ensemble, tokens, supervised)  # [n, S, T]
     ssms: dict[str, Any] = {}
     for (name, model), ranks in zip(ensemble.models.items(), following, strict=True):
         shares = chain_shares(chained_ranks(ranks, tokens, supervised, depth))
@@ -439,7 +440,7 @@ def main() -> None:
     for name, ensemble in ensembles.items():
         folders[name]["tau"] = by_nodes[name]
         for ssm, row in folders[name]["ssms"].items():
-            row["cost"] = round(ensemble.pass_time(ssm, target, costs), 4)
+            row["cost"] = round(pass_time(ensemble, ssm, target, costs), 4)
             row["chains"] = chain_forecast(row["acceptance_by_depth"], row["cost"], costs)
     found = facts_of(__file__, target) | {
         **chosen(args, "max_new_tokens", "depth", "nodes", "expansion", "threads"),

@@ -49,11 +49,11 @@ from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, 
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import best_tree, head_ranks, simulate
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.lossless import check_texts
-from draftsmith.inference.evaluation.timing import accepted_interval, run_rounds
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.lossless import check_texts
+from draftsmith.inference.measure.timing import accepted_interval, run_rounds
+from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks, simulate
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads

@@ -87,11 +87,11 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.data.endpoint import Server, check_server
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.timing import Method, Timed, run_rounds, speedup, speedup_fields
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.timing import Method, Timed, run_rounds, speedup, speedup_fields
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.models.target import Target
 

@@ -53,8 +53,8 @@ from draftsmith.benchmarks.floors import STEP_LAUNCHES, Device, Work
 from draftsmith.benchmarks.tables import GREY, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object
 from draftsmith.inference.engine.budget import RETRY, Budget
-from draftsmith.inference.evaluation.prefilled import MOST
-from draftsmith.inference.planner import Setting, predict
+from draftsmith.inference.measure.planning import Setting, predict
+from draftsmith.inference.measure.prefilled import MOST
 
 H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes
 EIGHT = {"A100": Device(8 * 2.04e12, 8 * 312e12), "H100": Device(8 * 3.35e12, 8 * 989e12)}  # as specified

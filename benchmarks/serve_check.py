@@ -85,13 +85,13 @@ from safetensors.torch import load_file
 from draftsmith.benchmarks.tables import cell, print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.evaluation.lossless import check_texts
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.eagle import EagleConfig
@@ -267,7 +267,6 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     if name.partition(":")[0] == NGRAM:
         target, _ = load_drafter("none", target_name=args.target, dtype="float32")
         ngrams = NgramDrafter(target, **ngram_lengths(name), depth=args.tokens, branches=1)
-        ngrams.chooses = False
         return Case(target, ngrams, NGRAM, None, args.tokens, match=(ngrams.min_match, ngrams.max_match))
     source = open_source(name, args.to, args.target)
     c = source.drafter.config

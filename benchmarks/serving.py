@@ -108,10 +108,11 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.data.endpoint import not_sent_line
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
-from draftsmith.inference.evaluation import lossless
-from draftsmith.inference.evaluation.timing import CHECK_ROWS, format_duration
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import lossless
+from draftsmith.inference.measure.evaluation import CHECK_ROWS
+from draftsmith.inference.measure.timing import format_duration
 from draftsmith.models.target import Target
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.benchmarks.common import with_interval
 from draftsmith.benchmarks.tables import GREY, cell, error_bars, picture, print_table, table_of
 from draftsmith.inference.drafters.names import short_name
-from draftsmith.inference.drafters.ranks import ensemble_depths, simulate_depths
+from draftsmith.inference.measure.tree_statistics import ensemble_depths, simulate_depths
 from draftsmith.inference.verify.tree import Topology
 
 WHOLE = "whole LM head"
@@ -28,7 +28,7 @@ class Found:
 
     nodes: ``[S, K]`` float64, nodes that have a label.
     sums: method → ``[5, S, K]`` float64, :data:`STATISTICS` summed over these nodes.
-    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.drafters.ranks.head_ranks`.
+    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.measure.tree_statistics.head_ranks`.
     """
 
     nodes: Tensor

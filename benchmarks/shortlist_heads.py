@@ -75,12 +75,11 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
-from draftsmith.inference.drafters.eagle import open_drafts
-from draftsmith.inference.drafters.levels import Layout
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, draft_labels
-from draftsmith.inference.drafters.rollouts import Drafts
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router
-from draftsmith.inference.evaluation.report import OTHER
+from draftsmith.inference.measure.report import OTHER
+from draftsmith.inference.measure.rollouts import Drafts, open_eagle_drafts
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, draft_labels
+from draftsmith.inference.trees.by_level import Layout
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
@@ -136,7 +135,7 @@ def load_shortlists(
                 f"{folder}: {different[0]} is not that of {base[0]}; give folders whose '{PART}' is the same drafter"
             )
     target = load_target_of(stored, target_name, **options)
-    drafts = open_drafts(*base, target)
+    drafts = open_eagle_drafts(*base, target)
     outputs = len(drafts.weight)
     for name, head in heads.items():
         if head is None:

@@ -90,7 +90,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.engine.step import Step, capacity_for
-from draftsmith.inference.evaluation.timing import PhaseTimes
+from draftsmith.inference.measure.timing import PhaseTimes
 from draftsmith.inference.verify.tree import MAX_NODES, Topology
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import matmul_rate, say

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from draftsmith.common.files import write_json
 from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.evaluation.report import plain_texts, write_figure
+from draftsmith.inference.measure.report import plain_texts, write_figure
 from draftsmith.models.artifact import device_name, versions
 from draftsmith.models.target import Target
 

@@ -5,9 +5,9 @@
 
 The target answers the prompts once, greedily. Each drafter then reads these texts in one pass, which gives the rank of
 every true token at every depth after the true ones before it; what a chain or a tree accepts in greedy decoding follows
-from that, step by step (inference/drafters/ranks.py), so that nothing is decoded with the drafters. Chains of --chains
-drafts and the drafter's own tree (tree.json; of one with a dynamic tree the fixed one beside it) are simulated; heads
-draft no longer chains than there are heads.
+from that, step by step (inference/measure/tree_statistics.py), so that nothing is decoded with the drafters. Chains of
+--chains drafts and the drafter's own tree (tree.json; of one with a dynamic tree the fixed one beside it) are
+simulated; heads draft no longer chains than there are heads.
 
 Training tokens are the labels that training saw, where the drafter's folder says so, else the distinct answer tokens of
 its data; or what is given: FOLDER=0.33M. Intervals of 95 % are over prompts. Written are the figures, a picture and a
@@ -102,12 +102,13 @@ from draftsmith.common.files import json_object, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import Calibration, family_of, read_named
+from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.drafters.names import short_name
-from draftsmith.inference.drafters.ranks import ensemble_depths, simulated_steps
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
-from draftsmith.inference.evaluation.report import OTHER
+from draftsmith.inference.measure.calibrations import Calibration, calibration_of
+from draftsmith.inference.measure.report import OTHER
+from draftsmith.inference.measure.tree_statistics import ensemble_depths, simulated_steps
 from draftsmith.inference.verify.tree import Topology, chain, read_trees
 from draftsmith.models.options import choose_device
 from draftsmith.models.target import Target
@@ -365,10 +366,10 @@ def main() -> None:
     opened: dict[str, Calibration] = {}
     trained: dict[str, tuple[float, str, dict[str, Any]]] = {}
     for name, (folder, config, weights) in stored.items():
-        family = family_of(folder, config)
-        if not hasattr(family, "calibration"):
+        calibration = calibration_of(folder, config, weights)
+        if calibration is None:
             raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no ranks of its own to simulate")
-        opened[name] = family.calibration(folder, config, weights)
+        opened[name] = calibration
         training = training_of(folder)
         options = {"given": tokens_given[name], **{key: training[key] for key in ("labels_seen", "answer_tokens")}}
         found_by = next((key for key, value in options.items() if value), None)

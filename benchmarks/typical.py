@@ -61,10 +61,10 @@ from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.evaluation import report as reporting
-from draftsmith.inference.evaluation.timing import accepted_interval, with_own_seeds
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import report as reporting
+from draftsmith.inference.measure.timing import accepted_interval, with_own_seeds
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.target import Target

@@ -24,7 +24,7 @@ from rich.table import Table
 from draftsmith.common.command import CommandLine, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, json_object, write_json
 from draftsmith.inference.commands.terminal import console, make_console
-from draftsmith.inference.evaluation.paired import MIN_PAIRS, Columns, keys_of, pair_groups, pair_prompts
+from draftsmith.inference.measure.paired import MIN_PAIRS, Columns, keys_of, pair_groups, pair_prompts
 
 BASES = {"engine": "× plain", "transformers": "× transformers", "prompt_lookup": "× its prompt lookup"}
 SAME_TEXTS = ("mode", "verify", "sampling", "max_new_tokens")  # or the answers are others
@@ -102,7 +102,7 @@ def compare(columns: Columns) -> dict[str, Any]:
     import torch
     from torch import Tensor
 
-    from draftsmith.inference.evaluation.timing import bootstrap_interval
+    from draftsmith.inference.measure.timing import bootstrap_interval
 
     table = torch.tensor([*columns.values()], dtype=torch.float64).t()  # [4 or 8, G]
 

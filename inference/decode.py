@@ -25,9 +25,10 @@ import argparse
 import re
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
@@ -38,6 +39,11 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 from draftsmith.models.precision import say
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine.protocol import Drafter
+    from draftsmith.inference.verify.sampling import Sampling
+    from draftsmith.models.target import Target
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,6 +90,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="end an answer of --prompt, --interactive or --live before this text; repeat it for several",
     )
+    add_sampling_options(parser)
+    add_measuring_options(parser)
+    target_options(parser)
+    parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
+    return parser
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add options of how tokens are chosen and drafted."""
     parser.add_argument(
         "--mode",
         choices=["greedy", "sample", "typical"],
@@ -123,6 +138,10 @@ def parser() -> argparse.ArgumentParser:
         help="in place of DRAFTER: what inference/planner.py chose for this batch size and such long texts; auto: plan "
         "for these prompts now (a minute or so)",
     )
+
+
+def add_measuring_options(parser: argparse.ArgumentParser) -> None:
+    """Add options of what is measured and written."""
     parser.add_argument(
         "--baseline",
         choices=["none", "engine", "transformers", "all"],
@@ -160,9 +179,6 @@ def parser() -> argparse.ArgumentParser:
         help="write the answers to --prompts there as Spec-Bench and FastChat do, with their times; of several "
         "drafters into FILE-DRAFTER.jsonl",
     )
-    target_options(parser)
-    parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
-    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -278,6 +294,66 @@ def answer_files(args: argparse.Namespace) -> list[Path]:
     return [file.with_name(f"{file.stem}-{short_name(name)}{file.suffix}") for name in args.drafters]
 
 
+def measure(
+    args: argparse.Namespace,
+    target: "Target",
+    drafters: "Sequence[Drafter | None]",
+    given: list[Prompt],
+    prompts: list[list[int]],
+    sampling: "Sampling",
+    options_of: Callable[[list[int]], dict[str, Any]],
+) -> None:
+    """Decode the prompts with each drafter and the baselines, and report what was measured. Raises SystemExit(1): a
+    text is not the target's own."""
+    from draftsmith.inference.drafters.load import report_fields
+    from draftsmith.inference.engine.engine import SpeculativeDecoder
+    from draftsmith.inference.measure import report as reporting
+    from draftsmith.inference.measure.evaluation import evaluate
+    from draftsmith.inference.measure.page import render_pages
+    from draftsmith.inference.measure.spec_bench import write_answers
+
+    lean = DECODERS[args.decoder]
+    decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
+    kinds = [prompt.kind for prompt in given]
+
+    def whole(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
+
+    reports, outputs = evaluate(
+        target,
+        dict(zip(args.drafters, drafters, strict=True)),
+        prompts,
+        mode=args.mode,
+        sampling=sampling,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        baseline=args.baseline,
+        check_lossless=args.check_lossless,
+        rounds=args.repeat,
+        seconds=args.seconds,
+        kinds=kinds,
+        lean=lean,
+        max_draft_nodes=args.max_draft_nodes,
+        one_by_one=bool(args.answers),  # which have times
+        command="python inference/decode.py " + shlex.join(sys.argv[1:]),
+        keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
+    )
+    reports = whole(reports)
+    shown = max(args.show, 1) if args.prompt is not None else args.show
+    sources = decoders[0].drafter.sources
+    reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], sources)
+    reporting.print_table(reports, console)
+    for file, name, results in zip(answer_files(args), args.drafters, outputs, strict=bool(args.answers)):
+        write_answers(file, target, name, given, results)
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+    if args.report:  # what was measured first: it must not be lost
+        reporting.write_reports(reports, args.report, console)
+        pages = render_pages(reports, decoders, prompts, kinds, options_of)
+        reporting.write_pages(reports, pages, args.report, console)
+    if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
+        raise SystemExit(1)
+
+
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
@@ -289,14 +365,11 @@ def main() -> None:
 
         from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
         from draftsmith.inference.commands.memory import check_memory, longest_text, target_name
-        from draftsmith.inference.drafters.load import load_drafter, report_fields
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
-        from draftsmith.inference.evaluation import report as reporting
-        from draftsmith.inference.evaluation.page import render_pages
-        from draftsmith.inference.evaluation.spec_bench import write_answers
-        from draftsmith.inference.evaluation.timing import engine_options, evaluate
-        from draftsmith.inference.planner import planned_drafter
+        from draftsmith.inference.load import load_drafter
+        from draftsmith.inference.measure.planning import planned_drafter
+        from draftsmith.inference.measure.timing import engine_options
         from draftsmith.inference.verify.sampling import Sampling
         from draftsmith.models.target import Target
 
@@ -366,45 +439,7 @@ def main() -> None:
         print_legend(first, args.drafters[0])
         stream(first, prompts[0], options_of(prompts[0]))
         return
-
-    kinds = [prompt.kind for prompt in given]
-
-    def whole(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
-
-    reports, outputs = evaluate(
-        target,
-        dict(zip(args.drafters, drafters, strict=True)),
-        prompts,
-        mode=args.mode,
-        sampling=sampling,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        baseline=args.baseline,
-        check_lossless=args.check_lossless,
-        rounds=args.repeat,
-        seconds=args.seconds,
-        kinds=kinds,
-        lean=lean,
-        max_draft_nodes=args.max_draft_nodes,
-        one_by_one=bool(args.answers),  # which have times
-        command="python inference/decode.py " + shlex.join(sys.argv[1:]),
-        keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
-    )
-    reports = whole(reports)
-    shown = max(args.show, 1) if args.prompt is not None else args.show
-    reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], first.drafter.sources)
-    reporting.print_table(reports, console)
-    for file, name, results in zip(answer_files(args), args.drafters, outputs, strict=bool(args.answers)):
-        write_answers(file, target, name, given, results)
-        console.print(f"wrote {file}", markup=False, soft_wrap=True)
-    if args.report:  # what was measured first: it must not be lost
-        reporting.write_reports(reports, args.report, console)
-        decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
-        pages = render_pages(reports, decoders, prompts, kinds, options_of)
-        reporting.write_pages(reports, pages, args.report, console)
-    if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):
-        raise SystemExit(1)
+    measure(args, target, drafters, given, prompts, sampling, options_of)
 
 
 if __name__ == "__main__":

@@ -171,10 +171,11 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: the drafter has a form that the published code cannot hold, or the published code failed.
     """
     from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-    from draftsmith.inference.drafters.load import load_drafter, read_named
+    from draftsmith.inference.drafters.load import read_named
     from draftsmith.inference.drafters.medusa import MedusaDrafter
     from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-    from draftsmith.inference.evaluation.lossless import check_texts
+    from draftsmith.inference.load import load_drafter
+    from draftsmith.inference.measure.lossless import check_texts
     from draftsmith.inference.verify.tree import read_tree
     from draftsmith.models.medusa import MedusaHeads
 

@@ -15,10 +15,10 @@ from draftsmith.data.endpoint import Server, in_threads, not_sent_line
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
-from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
-from draftsmith.inference.engine.turns import serve_conversations
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer

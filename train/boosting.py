@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.common.files import read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows, Tokenized
-from draftsmith.inference.drafters.ranks import next_token_ranks
+from draftsmith.inference.measure.tree_statistics import next_token_ranks
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.launch import console

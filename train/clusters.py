@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.common.files import write_json
-from draftsmith.inference.evaluation.report import write_figure
+from draftsmith.inference.measure.report import write_figure
 
 SEEDING_ROWS = 16_384  # k-means++ sees at most so many
 TINY = 1e-30  # rows of a smaller norm count as zeros

@@ -25,8 +25,8 @@ from draftsmith.data import sources
 from draftsmith.data.formats import read_sample
 from draftsmith.data.rows import Skipped, rows, usable
 from draftsmith.data.tokenized import check, encoded, template_for
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
 from draftsmith.models.files.locate import locate
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES

@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from draftsmith.common.sections import ShortlistSchedule
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
-from draftsmith.inference.drafters.ranks import selection_tree, simulate
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, kept, record
+from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, kept, record
+from draftsmith.inference.measure.tree_statistics import selection_tree, simulate
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target

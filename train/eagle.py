@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, simulate
+from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target

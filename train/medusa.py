@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import SIMULATED_NODES, best_tree, head_ranks, simulate
+from draftsmith.inference.measure.tree_statistics import SIMULATED_NODES, best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target

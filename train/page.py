@@ -23,10 +23,10 @@ from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import parse_json, write_text
 from draftsmith.common.pages import render
 from draftsmith.common.sections import Stage
-from draftsmith.inference.drafters.ranks import MAX_RANK
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation.page import PROMPT, shown_texts
-from draftsmith.inference.evaluation.trace import Trace, token_texts
+from draftsmith.inference.measure.page import PROMPT, shown_texts
+from draftsmith.inference.measure.trace import Trace, token_texts
+from draftsmith.inference.measure.tree_statistics import MAX_RANK
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 
@@ -140,7 +140,7 @@ def text_of_ranks(tokens: Tensor, supervised: Tensor, ranks: Tensor, tree: Topol
 
     Args:
         tokens, supervised: ``[T]``, with an answer.
-        ranks: ``[T, K]``, as :func:`draftsmith.inference.drafters.ranks.head_ranks` returns them.
+        ranks: ``[T, K]``, as :func:`draftsmith.inference.measure.tree_statistics.head_ranks` returns them.
 
     Returns:
         its ``trace`` (its tokens), ``prompt``, and ``steps``: of each step its nodes, which are the true tokens, with

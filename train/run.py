@@ -22,9 +22,9 @@ from draftsmith.common.recipe import write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import template_for
-from draftsmith.inference.drafters.ranks import draft_labels
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.tree_statistics import draft_labels
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish

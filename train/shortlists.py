@@ -22,10 +22,9 @@ from draftsmith.common.files import file_sha256, read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference.drafters import eagle
 from draftsmith.inference.drafters.dynaspec import PART, check_eagle
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, record
 from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, open_eagle_drafts, record
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.identity import was_asked
@@ -70,7 +69,7 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         kept_weights = in_dtype(weights, run.recipe.export.dtype)
         write_drafter(part, config["drafter_type"], shape, kept_weights, target, facts, None)
     run.accelerator.wait_for_everyone()
-    return eagle.open_drafts(folder, config, weights, target)
+    return open_eagle_drafts(folder, config, weights, target)
 
 
 def check_sizes(run: Run[Any], drafts: Drafts) -> None:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.ranks import (
+from draftsmith.inference.measure.tree_statistics import (
     SIMULATED_NODES,
     best_tree,
     chained_ranks,

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.levels import DraftHead, Hidden, Levels, Pass
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
+from draftsmith.inference.trees.by_level import DraftHead, Hidden, LevelPass, Levels
 from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
@@ -258,7 +258,7 @@ class CompressedCache:
 
 class CompressedDrafter(Drafter):
     """The target as its own drafter, over a compressed cache. What is raised is said by
-    :class:`~draftsmith.inference.drafters.levels.Levels`, which takes the tree, and :class:`CompressedCache`."""
+    :class:`~draftsmith.inference.trees.by_level.Levels`, which takes the tree, and :class:`CompressedCache`."""
 
     def __init__(self, target: Target, selector: Selector, tree: Sequence[int] | Topology) -> None:
         self.target, self.selector, self.entries = target, selector, CompressedCache(target, selector)
@@ -305,7 +305,7 @@ class CompressedDrafter(Drafter):
         root = self.levels.passes[0]
         hidden = self._run(root, state.root[:, None], state.plans)
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+        def run(depth: int, level: LevelPass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, state.plans)
             return hidden, hidden
 
@@ -323,5 +323,5 @@ class CompressedDrafter(Drafter):
             slots = (places - self.entries.left_out[:, None]).clamp(max=self.cache.capacity - 1)
             self.cache.copy(self.entries.full, places, slots)
 
-    def _run(self, level: Pass, tokens: Tensor, plans: Plans | None) -> Tensor:
+    def _run(self, level: LevelPass, tokens: Tensor, plans: Plans | None) -> Tensor:
         return level.run(self.runner, tokens, self.cache.lengths, plans, self.entries.left_out)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
-from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
+from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
@@ -68,7 +68,7 @@ def say_positions(model: Target, target: Target) -> None:
 
 
 class DraftModelDrafter(Drafter):
-    """A causal LM that drafts for a target, by :class:`~draftsmith.inference.drafters.levels.Levels`.
+    """A causal LM that drafts for a target, by :class:`~draftsmith.inference.trees.by_level.Levels`.
 
     Beyond the model's own context all positions are its last one; drafts there are rarely accepted.
 
@@ -77,7 +77,7 @@ class DraftModelDrafter(Drafter):
         tree: an expansion, k_i children of every node at depth i − 1; or a tree of ranks.
         draft_vocab: ``[S]`` int64, ascending: the ids that are drafted; logits are computed for these alone.
         selector: attend to K of the text's tokens (:mod:`draftsmith.inference.drafters.compressed`): for long texts.
-        draws: as :class:`~draftsmith.inference.drafters.levels.Levels` takes them.
+        draws: as :class:`~draftsmith.inference.trees.by_level.Levels` takes them.
 
     Raises:
         ValueError: the vocabularies differ, the models are on different devices, the draft vocabulary is not made of
@@ -200,7 +200,7 @@ class DraftModelDrafter(Drafter):
             self._attend_to(self.entries, state)
         hidden = self._run_root(state)  # [B, 1, d]
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+        def run(depth: int, level: LevelPass, tokens: Tensor, above: Hidden) -> Hidden:
             hidden = self._run(level, tokens, self._held(state.length), state.plans)
             return hidden, hidden
 
@@ -273,7 +273,7 @@ class DraftModelDrafter(Drafter):
         hidden = self._run(self.chains[longest], tokens, self._held(state.length - missing), state.plans)
         return hidden[self.row_numbers, missing][:, None]
 
-    def _run(self, level: Pass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
+    def _run(self, level: LevelPass, tokens: Tensor, lengths: Tensor, plans: Plans | None) -> Tensor:
         left_out = None if self.entries is None else self.entries.left_out
         return level.run(self.runner, self._readable(tokens), lengths, plans, left_out)
 

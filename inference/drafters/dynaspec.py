@@ -4,20 +4,17 @@ VocabTrim (:mod:`draftsmith.models.shortlist`).
 Its folder holds the shortlists, and the drafter as a part, a folder of its own.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from draftsmith.inference.drafters import eagle
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import MAX_RANK
-from draftsmith.inference.drafters.rollouts import BEST, Drafts, kept, record
+from draftsmith.inference.drafters.family import Loader
 from draftsmith.models.artifact import read_drafter
-from draftsmith.models.shortlist import DEPTHS, ShortlistHead
-from draftsmith.models.target import Target
+from draftsmith.models.shortlist import ShortlistHead
 
+HAS_TREE = True
 PART = "drafter"  # its folder
 
 Artifact = tuple[Path, dict[str, Any], dict[str, Tensor]]  # folder, config and weights
@@ -43,29 +40,12 @@ def read_parts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
     return shortlist, base
 
 
-# ---- the family, as inference/drafters/load.py describes it
+# ---- the family, as inference/drafters/family.py describes it
 
 
 def open_drafter(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+) -> Loader:
     """The drafter with its shortlists."""
     shortlist, base = read_parts(folder, config, weights)
     return eagle.open_drafter(*base, tree, merged, shortlist=shortlist)
-
-
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """The drafter's own, decoding with the shortlists; a rank is that within the node's own list. Trees of up to
-    :data:`DEPTHS` levels."""
-    shortlist, base = read_parts(folder, config, weights)
-    own = eagle.calibration(*base, shortlist=shortlist)
-    opened: list[Drafts] = []
-
-    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        if not opened:
-            opened.append(eagle.open_drafts(*base, target))
-        found = kept(record(opened[0], tokens, supervised, BEST), opened[0].embed, shortlist).ranks
-        # A tree may have no more children of a node than the shortest list has tokens.
-        return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
-
-    return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks)

@@ -13,41 +13,37 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
-from draftsmith.inference.drafters.levels import ALL_CACHED, DraftHead, DrawKind, Hidden, Levels, Pass, chain_passes
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import accuracy, eagle_ranks
-from draftsmith.inference.drafters.rollouts import Drafts, Rollout
+from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts, draft_time
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
+from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.sampling import Noise, Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.linear import apply_linear
-from draftsmith.models.eagle import Eagle, marked_places
-from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
-DEPTH = 8  # K: of the deepest tree that is calibrated
+HAS_TREE = True
 
 
 class EagleDrafter(Drafter):
     """An EAGLE drafter for a target.
 
-    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.drafters.levels.Levels` says. A dynamic tree's are
+    A fixed tree's nodes are chosen as :class:`~draftsmith.inference.trees.by_level.Levels` says. A dynamic tree's are
     the likeliest ones in every mode, in coupled sampling under the noise of the text.
 
     Args:
@@ -188,7 +184,7 @@ class EagleDrafter(Drafter):
             after = before + 1
             return self.dynamic.grow(state, root, lambda nodes: self._run_frontier(nodes, after, noise))
 
-        def run(depth: int, level: Pass, tokens: Tensor, above: Hidden) -> Hidden:
+        def run(depth: int, level: LevelPass, tokens: Tensor, above: Hidden) -> Hidden:
             if self.shortlists is not None:
                 self._choose(tokens, level.of_parents(above[0]), depth)
             return self._run(level, tokens, above[0], before)
@@ -247,7 +243,7 @@ class EagleDrafter(Drafter):
         count, total = nodes.tokens.shape[1], nodes.first + nodes.tokens.shape[1]
         depth = nodes.first // count + 1
         below = self.dynamic.levels[depth - 1]  # the first level
-        level = Pass(nodes.first, count, count == 1, nodes.ancestors, below, self.key_depths[:, :total])
+        level = LevelPass(nodes.first, count, count == 1, nodes.ancestors, below, self.key_depths[:, :total])
         self._choose(nodes.tokens, nodes.hidden, depth)
         hidden = self._run(level, nodes.tokens, nodes.hidden, after, fixed=False)
         return self._proposals(hidden, noise, depth)
@@ -257,7 +253,7 @@ class EagleDrafter(Drafter):
         log_q, tokens = self.head.best(hidden[1], self.shape.top_k, depth, noise)
         return Proposals(tokens, log_q, hidden[0])
 
-    def _run(self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
+    def _run(self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
         return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -290,28 +286,7 @@ def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter"
         )
 
 
-def drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
-    """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
-    to_target(eagle, target)
-    head, embed = eagle.draft_head(target.lm_head), eagle.embeddings(target.embeddings)
-    dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
-
-    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
-        rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1))
-        places = marked_places(begins)  # [B, P]
-        begun = begins.gather(1, places).to(rows.device)
-        places = places.to(rows.device)
-        features = target.features(rows, eagle.config.captured_layers).to(dtypes[0])
-        following = F.pad(rows, (0, depth))
-        for k, (hidden, out) in enumerate(eagle.unroll_pairs(features, embed, rows, depth, chosen=places)):
-            yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
-
-    after_head = after_head_of(target) if eagle.config.projection == "shared" else None
-    sizes = eagle.config.hidden_size, eagle.config.hidden_size
-    return Drafts(run, embed, head, eagle.draft_vocab, *sizes, after_head, depth)
-
-
-# ---- the family, as inference/drafters/load.py describes it
+# ---- the family, as inference/drafters/family.py describes it
 
 
 def open_drafter(
@@ -321,7 +296,7 @@ def open_drafter(
     tree: Path | None,
     merged: bool,
     shortlist: ShortlistHead | None = None,
-) -> Part:
+) -> Loader:
     """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
     given = read_dynamic(tree) or read_tree(tree)
@@ -341,44 +316,4 @@ def open_drafter(
         check_context(eagle, target, str(folder))
         return EagleDrafter(eagle, target, given, shortlist=shortlist)
 
-    return Part(build)
-
-
-def open_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
-    """A drafter's folder as shortlists are made for it (train/dynaspec.py)."""
-    eagle = Eagle.from_artifact(config, weights, str(folder))
-    check_context(eagle, target, str(folder))
-    return drafts(eagle, target)
-
-
-def calibration(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
-) -> Calibration:
-    """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
-    eagle = Eagle.from_artifact(config, weights, str(folder))
-    drafters: list[EagleDrafter] = []
-
-    def first(target: Target) -> EagleDrafter:
-        if not drafters:
-            check_context(eagle, target, str(folder))
-            drafters.append(EagleDrafter(eagle, target, (1,), shortlist=shortlist))
-        return drafters[0]
-
-    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        return eagle_ranks(target, first(target).eagle, tokens, supervised, DEPTH)
-
-    def build(target: Target, topology: Topology) -> Drafter:
-        return first(target).with_tree(topology)
-
-    def facts(ranks: Tensor) -> dict[str, Any]:
-        return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
-
-    def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return costs.tree_time([draft_time(first(target).with_tree((1,)), target, costs)])
-
-    def decoding(target: Target, tree: Topology | DynamicShape, costs: StepCosts | None) -> Drafter:
-        drafter = first(target).with_tree(tree)
-        drafter.costs = costs
-        return drafter
-
-    return Calibration(DEPTH, ranks, build, facts, times, decoding)
+    return Loader(build)

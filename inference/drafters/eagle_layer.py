@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.inference.drafters.levels import Hidden, Pass
+from draftsmith.inference.trees.by_level import Hidden, LevelPass
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
@@ -101,7 +101,7 @@ class EagleLayer:
         self.table = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         self.numbers = torch.arange(capacity, device=device)
         self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
-        self.one_row: dict[Pass, Tensor] = {}  # masks of eager passes with one row
+        self.one_row: dict[LevelPass, Tensor] = {}  # masks of eager passes with one row
 
     def keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
         """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them. ``rotations``:
@@ -127,7 +127,7 @@ class EagleLayer:
         return self.pair_input.hidden_norm(hidden.flatten(0, 1)) if self.pair_input.normed else hidden.flatten(0, 1)
 
     def run(
-        self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor, plans: Plans | None, fixed: bool
+        self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, plans: Plans | None, fixed: bool
     ) -> Hidden:
         """Run nodes ``tokens [B, n]`` of a tree that follows each row's first ``lengths [B]`` pairs, from the hidden
         states of the level above ``[B, m, d]``, which may be overwritten. ``fixed``: the pass is the same object at
@@ -171,7 +171,7 @@ class EagleLayer:
         return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
 
     def _fused_input(
-        self, level: Pass, tokens: Tensor, hidden: Tensor, lengths: Tensor
+        self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The layer's residual ``[B · n, d]``, the input of its q, k and v, positions and slots ``[B, n]``."""
         embed, norms = self.embed, None
@@ -204,7 +204,7 @@ class EagleLayer:
             self.pass_buffers[count] = buffers
         return buffers
 
-    def _bias(self, level: Pass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
+    def _bias(self, level: LevelPass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
         if self.eager and self.rows == 1 and level.sees_all:
             return None
         mask = ancestor_mask(level.ancestors, level.first + level.count) if level.mask is None else level.mask

@@ -1,48 +1,22 @@
-"""Drafters by name: ``none``, a folder or Hub id, ``ngram``, ``draft_model:PATH``, and several joined by ``+``.
+"""Drafters by name: ``none``, a folder or Hub id, ``ngram``, ``draft_model:PATH``, and several joined by ``+``."""
 
-A family of trained drafters is one module, entered in :data:`FAMILIES` under the ``drafter_type`` of its folders'
-config.json and imported when the first of them is loaded. It has up to three plain functions:
-
-``open_drafter(folder, config, weights, tree, merged) → Part``
-    A drafter before its target is loaded; everything that needs no target is checked here. ``folder``: Path. ``config``
-    and ``weights``: what :func:`draftsmith.models.artifact.read_drafter` read. ``tree``: the file of its tree, which
-    exists or was named by the user; None for a family without ``calibration``. ``merged``: nodes are chosen from more
-    than the calibrated ones, because several drafters propose one tree together or because the tree's file has
-    ``at_load``; so it needs an acceptance probability for each of its nodes.
-
-``calibration(folder, config, weights) → Calibration``
-    What inference/calibrate.py measures a tree with. Only a family whose drafters have a fixed tree (tree.json) has
-    this function; of others it times the target's steps alone.
-
-``report_fields(folder, config) → dict``
-    Fields that its drafters add to report.json; may be left out.
-
-All of them raise FileNotFoundError or ValueError where something is missing, damaged or does not fit. That a drafter
-belongs to the target (fingerprint, width, vocabulary, adapter, chat template) is checked for all.
-"""
-
-import importlib
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.common.command import nearest
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, say_positions
-from draftsmith.inference.drafters.dynamic import DynamicShape
-from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.family import Loader, family_of, has_tree
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.costs import StepCosts, step_costs
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.verify.tree import Topology, calibrated_on, chosen_at_load
+from draftsmith.inference.trees.merged import MergedDrafter
+from draftsmith.inference.verify.tree import calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
 from draftsmith.models.files.locate import locate
@@ -50,58 +24,7 @@ from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.training import training_of
 
-FAMILIES = {  # drafter_type → module
-    "dynaspec": "draftsmith.inference.drafters.dynaspec",
-    "eagle": "draftsmith.inference.drafters.eagle",
-    "medusa": "draftsmith.inference.drafters.medusa",
-    "ssm": "draftsmith.inference.drafters.ssm",
-}
 MERGED_NODES = 40  # at most, in a merged tree, the root included
-
-
-@dataclass(frozen=True)
-class Part:
-    """A drafter before its target is loaded. build: (target, options) → the drafter, or any number of them by name,
-    which are merged. options: those of :func:`load_target`, for causal LMs of its own."""
-
-    build: Callable[[Target, dict[str, Any]], Drafter | Mapping[str, Drafter]]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How a drafter with a fixed tree, or an ensemble whose n drafters have a tree each, is calibrated.
-
-    max_depth: K, the depth of the deepest tree that the drafter can propose.
-    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64, of an ensemble ``[S, T, n, K]``: at
-        each depth, the rank that the drafter gives to the true token after the true tokens before it.
-        :func:`draftsmith.inference.drafters.ranks.draft_labels` and ``label_ranks`` help. For a drafter that proposes a
-        single chain the rank is 0 or ``MAX_RANK``.
-    build: (target, a topology for each drafter) → the drafter with these trees.
-    facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
-        :func:`draftsmith.inference.drafters.ranks.head_facts`.
-    step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
-        the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
-        out, drafting takes the same time whatever the tree.
-    decoding: (target, a fixed tree or the shape of a dynamic one, step costs or None) → the drafter as it decodes; for
-        a family whose drafters may grow dynamic trees.
-    """
-
-    max_depth: int
-    ranks: Callable[[Target, Tensor, Tensor], Tensor]
-    build: Callable[..., Drafter]
-    facts: Callable[[Tensor], dict[str, Any]] | None = None
-    step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
-    decoding: Callable[[Target, Topology | DynamicShape, StepCosts | None], Drafter] | None = None
-
-
-def family_of(folder: Path, config: dict[str, Any]) -> ModuleType:
-    """The module of a drafter's family; a ValueError if its drafter_type is not in :data:`FAMILIES`."""
-    kind = config["drafter_type"]
-    if kind not in FAMILIES:
-        hint = f"; nearest: {meant}" if (meant := nearest(kind, FAMILIES)) else ""
-        known = ", ".join(sorted(FAMILIES))
-        raise ValueError(f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}")
-    return importlib.import_module(FAMILIES[kind])
 
 
 def read_named(name: str, target: str | None = None, **options: Any) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
@@ -112,56 +35,27 @@ def read_named(name: str, target: str | None = None, **options: Any) -> tuple[Pa
     return read_drafter(convert_if_published(name, target, **own))
 
 
-def load_drafter(
-    name: str,
-    target: Target | None = None,
-    *,
-    target_name: str | None = None,
-    tree: str = "auto",
-    all_nodes: bool = False,
-    lean: bool | None = None,
-    **options: Any,
+def open_named(
+    name: str, target: Target | None, target_name: str | None, tree: str, options: dict[str, Any]
 ) -> tuple[Target, Drafter | None]:
-    """Load a drafter by name and, unless given, its target. All files but the target's are read and checked first.
-
-    A drafter folder may hold the chat template of the recipe it was trained with; a target loaded here then uses it. A
-    given target keeps the template it has.
-
-    Args:
-        name: ``none``; a folder or Hub id, also of a published drafter; ``ngram`` or ``ngram:SHORTEST-LONGEST``,
-            matches of so many tokens; ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion
-            (a chain of 8 if left out); ``snapkv:K``, ``streamingllm:K`` or ``topk:K``, the target over a compressed
-            cache, also with an expansion; or several of these joined by ``+``, merged into one tree.
-        target_name: folder or Hub id of the target; if left out, what the drafter's config says.
-        tree: a file, or ``auto``: the drafter's own.
-        all_nodes: every step has all nodes of the tree, also where fewer are faster.
-        lean: as ``SpeculativeDecoder`` takes it; step costs are measured accordingly.
-        options: of :func:`load_target`.
-
-    Returns:
-        Target and drafter; the drafter is None for ``none``.
-
-    Raises:
-        FileNotFoundError, ValueError: drafter or target is missing or damaged, they do not belong together, or a tree
-            is given and no drafter takes one.
-    """
+    """:func:`draftsmith.inference.load.load_drafter`, without step costs: all nodes of its trees are verified."""
     given = [] if name == "none" else names.parts_of(name)
     if target is not None:
         target_name, options = target.name, {**options, "revision": target.revision}
     stored = {each: read_named(each, target_name, **options) for each in given if names.has_folder(each)}
     families = {each: family_of(*stored[each][:2]) for each in stored}
-    if tree != "auto" and not any(hasattr(family, "calibration") for family in families.values()):
+    if tree != "auto" and not any(has_tree(family) for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
-    parts: dict[str, Part] = {}
+    loaders: dict[str, Loader] = {}
     say: Callable[[str], None] | None = options.get("say")
     trees: dict[str, Path] = {}  # of the drafters that have one of their own
     for each in given:
         if each not in stored:
-            parts[each] = _untrained(each)
+            loaders[each] = _untrained(each)
             continue
         folder, config, weights = stored[each]
         path = None
-        if hasattr(families[each], "calibration"):
+        if has_tree(families[each]):
             path = folder / "tree.json" if tree == "auto" else Path(tree)
             if tree == "auto" and not path.exists():
                 raise FileNotFoundError(
@@ -170,7 +64,7 @@ def load_drafter(
             if tree == "auto":
                 trees[each] = path
         at_load = path is not None and chosen_at_load(path)
-        parts[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
+        loaders[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
 
     known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
     if target is None and not (target_name or known):
@@ -187,16 +81,11 @@ def load_drafter(
         if say and there and there != here and not (loaded.device.type == "cpu" and there.endswith("threads")):
             command = f"python inference/calibrate.py {shlex.quote(each)}"
             say(f"{path}: a tree for {there}; {command} measures one for {here}")
-    if not parts:
+    if not loaders:
         return loaded, None
-    drafters = _flat({each: part.build(loaded, options) for each, part in parts.items()})
-    merged = MergedDrafter(drafters, loaded, MERGED_NODES) if len(drafters) > 1 else next(iter(drafters.values()), None)
-    if merged is not None:
-        merged.chooses = not all_nodes
-        # Static steps (on a GPU) need no costs: trees of several sizes are timed as they run.
-        if (loaded.device.type == "cpu" or loaded.spread) and not all_nodes:
-            merged.costs = step_costs(loaded, lean)
-    return loaded, merged
+    drafters = _flat({each: loader.build(loaded, options) for each, loader in loaders.items()})
+    several = len(drafters) > 1
+    return loaded, MergedDrafter(drafters, loaded, MERGED_NODES) if several else next(iter(drafters.values()), None)
 
 
 def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Drafter]:
@@ -214,7 +103,7 @@ def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Dra
 def report_fields(name: str) -> dict[str, Any]:
     """Fields that a drafter's folders add to its report: ``training`` (:func:`training_of`), and those of their
     families; where several add one, the first folder's. ``name`` and what is raised are as in
-    :func:`load_drafter`."""
+    :func:`draftsmith.inference.load.load_drafter`."""
     fields: dict[str, Any] = {}
     for each in filter(names.has_folder, names.parts_of(name)):
         folder = locate(each, weights=False).path
@@ -228,14 +117,14 @@ def report_fields(name: str) -> dict[str, Any]:
     return fields
 
 
-def _untrained(name: str) -> Part:
+def _untrained(name: str) -> Loader:
     if name.startswith(names.NGRAM):
         lengths = names.ngram_lengths(name)
-        return Part(lambda target, options: NgramDrafter(target, **lengths))
+        return Loader(lambda target, options: NgramDrafter(target, **lengths))
     if not name.startswith(names.DRAFT_MODEL):
         kind, entries, expansion = names.compressed_of(name)
         compressed = Selector(kind, entries)
-        return Part(lambda target, options: CompressedDrafter(target, compressed, expansion))
+        return Loader(lambda target, options: CompressedDrafter(target, compressed, expansion))
     path, children, cache = names.draft_model_of(name)
     selector = None if cache is None else Selector(*cache)
 
@@ -246,4 +135,4 @@ def _untrained(name: str) -> Part:
         say_positions(model, target)
         return DraftModelDrafter(model, target, children, selector=selector)
 
-    return Part(build)
+    return Loader(build)

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import head_ranks
+from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
+
+HAS_TREE = True
 
 
 class MedusaDrafter(Drafter):
@@ -61,7 +62,7 @@ class MedusaDrafter(Drafter):
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
-        self.weighs = self.acceptances is not None
+        self.has_acceptance = self.acceptances is not None
         self.acceptance: Tensor | None = None  # [1, N]
         if self.acceptances is not None:
             self.acceptance = torch.tensor([[1.0, *self.acceptances]], device=self.device)
@@ -107,12 +108,12 @@ def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -
         raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.outputs}")
 
 
-# ---- the family, as inference/drafters/load.py describes it
+# ---- the family, as inference/drafters/family.py describes it
 
 
 def open_drafter(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+) -> Loader:
     """Heads and their tree, checked against each other."""
     assert tree is not None
     # A merge chooses from more nodes than the calibrated tree has.
@@ -122,23 +123,7 @@ def open_drafter(
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:
         drafter = MedusaDrafter(heads, topology, target, acceptances)
-        drafter.raced = not merged
+        drafter.tuned_at_batch_1 = not merged
         return drafter
 
-    return Part(build)
-
-
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
-    heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    drafters: list[MedusaDrafter] = []
-
-    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        return head_ranks(target, heads.to(target.device), tokens, supervised)
-
-    def build(target: Target, topology: Topology) -> Drafter:
-        if not drafters:  # all trees share its rows of a draft vocabulary
-            drafters.append(MedusaDrafter(heads, Topology(((0,),)), target))
-        return drafters[0].with_tree(topology)
-
-    return Calibration(heads.config.num_draft_heads, ranks, build)
+    return Loader(build)

@@ -11,6 +11,7 @@ from draftsmith.models.files.drafters import check_drafter_name
 from draftsmith.models.files.locate import known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
+TRIED = ("streamingllm", "snapkv")  # selectors that are planned with, if none are named
 SELECTORS = ("streamingllm", "snapkv", "topk")  # of the target's own compressed cache, :K entries
 CHAIN = (1,) * 8  # the expansion of a draft model or a compressed cache, if none is given
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.inference.drafters.host_tree import HostTree, HostTreeBuilder, kept_nodes
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.trees.list_tree import ListTree, ListTreeBuilder, kept_nodes
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
@@ -51,7 +51,7 @@ class _Candidates:
     classes: index into ``PRIOR`` of each node.
     """
 
-    tree: HostTree
+    tree: ListTree
     children: list[list[int]] = field(default_factory=lambda: [[]])
     classes: list[int] = field(default_factory=lambda: [-1])
 
@@ -72,7 +72,7 @@ class NgramDrafter(Drafter):
         ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
-    static = learns = True
+    static = self_correcting = True
     reads_own_path = False
     sources = ("ngram",)
 
@@ -110,7 +110,7 @@ class NgramDrafter(Drafter):
         if self.on_host:
             self.text, self.host_counts = self.history.numpy(), self.counts.numpy()  # the same memory
             self.windows = np.lib.stride_tricks.sliding_window_view(self.text, self.max_match, axis=1)  # [B, S + 1, G]
-            self.builder = HostTreeBuilder(self.device, cache.rows)
+            self.builder = ListTreeBuilder(self.device, cache.rows)
             return
         self.tokens = self.history[:, self.max_match :]  # [B, S]
         self.drafts: Tensor | None = None  # of the current step; None if it was left out
@@ -140,7 +140,7 @@ class NgramDrafter(Drafter):
             self.drafts = None  # ``absorb`` keeps the root, too
             return
         roots, self.lengths = state.root.tolist(), state.length.tolist()
-        self.candidates = [_Candidates(HostTree([root], [-1], [0], [1.0])) for root in roots]
+        self.candidates = [_Candidates(ListTree([root], [-1], [0], [1.0])) for root in roots]
         for row, (root, length) in enumerate(zip(roots, self.lengths, strict=True)):
             self.text[row, self.max_match + length] = root
 
@@ -173,7 +173,7 @@ class NgramDrafter(Drafter):
         """The nodes of all continuations of a row."""
         text, start = self.text[row], self.max_match
         text[start + length] = root
-        tree = HostTree([root], [-1], [0], [1.0])
+        tree = ListTree([root], [-1], [0], [1.0])
         candidates = _Candidates(tree)
         ends = (text[start : start + length] == root).nonzero()[0]
         if not len(ends):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.drafters.merged import ONE_STREAM
+from draftsmith.inference.trees.merged import ONE_STREAM
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.shortlist_linear import shortlist_logits
 from draftsmith.models.shortlist import ShortlistHead, head_rows_of

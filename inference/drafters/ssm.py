@@ -7,26 +7,21 @@ one that accepts most: calibration weighs both.
 Shape letters: S sequences, T tokens, K depths, n SSMs, A answers, D draft vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary, say_positions
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import chained_ranks, ensemble_facts, matched_answers, next_token_ranks
-from draftsmith.inference.engine.costs import StepCosts, draft_time
-from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
-from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.drafters.family import Loader
+from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.vocabulary import check_draft_vocab
 
-DEPTH = 8  # K: of the deepest tree that is calibrated
+HAS_TREE = True
 
 
 def check_config(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -79,18 +74,6 @@ class Ensemble:
             self._first[part] = DraftModelDrafter(self.models[part], target, (1,), draft_vocab=self.draft_vocab)
         return self._first[part].with_tree(tree, **options)
 
-    def next_ranks(self, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """:func:`next_token_ranks` of each SSM, ``[n, S, T]``."""
-        return torch.stack(
-            [next_token_ranks(model, tokens, supervised, self.draft_vocab) for model in self.models.values()]
-        )
-
-    def pass_time(self, part: str, target: Target, costs: StepCosts) -> float:
-        """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target;
-        measured for at most 0.1 s."""
-        with engine_attention([self.models[part]]):
-            return draft_time(self.drafter(part, target, (1,)), target, costs)
-
 
 def load_ensemble(
     folder: Path,
@@ -118,12 +101,12 @@ def load_ensemble(
     return Ensemble(models, ids, config["mark_tokens"])
 
 
-# ---- the family, as inference/drafters/load.py describes it
+# ---- the family, as inference/drafters/family.py describes it
 
 
 def open_drafter(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
-) -> Part:
+) -> Loader:
     """The SSMs and their trees, checked against each other. An SSM whose tree is empty is not loaded."""
     assert tree is not None
     check_config(folder, config, weights)
@@ -139,49 +122,7 @@ def open_drafter(
         ensemble = load_ensemble(folder, config, weights, target, list(topologies), remote)
         return {part: ensemble.drafter(part, target, topology) for part, topology in topologies.items()}
 
-    return Part(build)
-
-
-def calibration(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
-    check_config(folder, config, weights)
-    ensemble = _Calibrated(folder, config, weights)
-    return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
-
-
-class _Calibrated:
-    """An ensemble that is calibrated. It is loaded with the first text, and every text's matched answers are kept."""
-
-    ensemble: Ensemble
-
-    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        self.stored = (folder, config, weights)
-        self.matched: list[Tensor] = []  # [n, A] bool of each text
-
-    def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """``[S, T, n, K]``."""
-        if not self.matched:
-            self.ensemble = load_ensemble(*self.stored, target)
-        by_ssm = self.ensemble.next_ranks(tokens, supervised)
-        self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
-        return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
-
-    def build(self, target: Target, *trees: Topology) -> Drafter:
-        """The drafter that proposes all nodes of the trees."""
-        drafters = {
-            part: self.ensemble.drafter(part, target, topology)
-            for part, topology in zip(self.ensemble.models, trees, strict=True)
-            if topology.paths
-        }
-        if len(drafters) < 2:
-            return next(iter(drafters.values()), PlainDrafter(target.device))
-        return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
-
-    def facts(self, ranks: Tensor) -> dict[str, Any]:
-        return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)
-
-    def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return costs.tree_time([self.ensemble.pass_time(part, target, costs) for part in self.ensemble.models])
+    return Loader(build)
 
 
 def report_fields(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""How many nodes a step drafts, up to those of the drafter's tree: chosen here for every drafter, alone and merged, in
-greedy decoding and in coupled sampling. Drafters propose candidates with estimated acceptance probabilities; what they
-leave out themselves, they leave out by these numbers. Whole trees are verified in multi-step and typical sampling, in
-with ``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text.
+"""How many nodes an eager step drafts, up to those of the drafter's tree: chosen here for every drafter, alone and
+merged, in greedy decoding and in coupled sampling. Drafters propose candidates with estimated acceptance probabilities;
+what they leave out themselves, they leave out by these numbers. Whole trees are verified in multi-step and typical
+sampling, with ``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text.
 
     speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
 
-:class:`Budget` answers for eager steps: whether to ask a drafter at all, whether another level pays, how many nodes to
-keep. :class:`Sizes` chooses, before a static step is launched, among graphs: one for each node count and, in a merge,
-for all drafters and for the first and the last one alone.
+:class:`Budget` answers whether to ask a drafter at all, whether another level pays, and how many nodes to keep. Static
+steps choose in :mod:`draftsmith.inference.engine.static_budget`.
 
-Whatever is measured can change, and heals: times are the shortest of the latest ones, and a drafter that did not pay
-is tried again after :data:`RETRY` steps, or so rarely that trials take :data:`TRIALS` of the time. Estimated acceptance
+All estimates are renewed over time: times are the shortest of the latest ones, and a drafter that did not pay is tried
+again after :data:`RETRY` steps, or so rarely that probes take :data:`PROBES` of the time. Estimated acceptance
 is corrected by what came true in the row's own text, by drafter and depth: for the nodes that the text reached,
 Σ accepted / Σ estimated. A text does not depend on any of it: in both modes it is that of plain decoding.
 
@@ -18,36 +17,35 @@ Shape letters: B rows, S cached tokens, M candidates (root included), N nodes ke
 """
 
 import itertools
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.inference.verify.sampling import Rows, row_numbers
+from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.verify import Verdict
 
 LATEST = 32  # times of a shape, of which the shortest counts
 FEWEST, STEPS = 3, 8  # times before they count, and those of steps before they correct the costs
 REVIEW, REVIEWS = 32, 4  # steps between corrections of the step costs; of these, how long an unused size's times count
-LATEST_OF_SIZE, RETIMED = 8, 256  # the former for static steps; of these, how long a size of the drafters in use waits
-RETRY, TRIALS = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
+RETRY, PROBES = 32, 0.01  # steps after which a drafter that was not asked is tried, and share of time for this, at most
 UNKNOWN = 0.05  # assumed time of a drafter's pass before one was timed, in plain steps
 CHEAP = 0.015  # a drafter that takes less, in plain steps, is always asked
 MARGIN = 1.03  # least gain in speed for which a drafter is asked
 RATE = 0.1  # of moving averages, per step
 PRIOR = 4.0  # weight of what all texts showed, in tokens, beside what came true in the row's own
 DECAY, SLOW_DECAY = 0.97, 0.999  # of what came true in a text, and in all, per step
-SIZES_DECAY = 0.98  # of what came true in static steps, per step that drafts
 FACTORS = (0.05, 2.0)  # bounds of a correction
-MISJUDGED = 0.6  # steps that take this share of their measured cost, or less, say that it was measured in a bad moment
+STALE = 0.6  # steps that take this share of their measured cost, or less, say that it was measured in a bad moment
 
 
 @dataclass
-class _Times:
+class Times:
     """The shortest of the latest times of something."""
 
     fewest: int = FEWEST
@@ -73,18 +71,18 @@ class _Times:
 class _Source:
     """What is known of a drafter; gain, nodes and levels are moving averages over the steps in which it was asked.
 
-    paid: it was asked on trial, and what came true would have paid: it is asked in the next step, too, on trial as long
-        as its corrected estimates say that it does not pay.
+    probe_won: it was asked as a probe, and what came true would have paid: it is asked in the next step, too, as a
+        probe as long as its corrected estimates say that it does not pay.
     """
 
-    passes: list[_Times]  # by level
+    passes: list[Times]  # by level
     gain: float = 0.0  # expected further tokens of a row
     nodes: float = 1.0  # that this takes
     levels: float = 1.0  # and passes
     asked: int = 0  # steps in which it was asked
     waited: int = 0  # and in which it was not since
-    trial: bool = False  # it is asked because it waited: for one level, whose estimates are not corrected
-    paid: bool = False
+    probing: bool = False  # it is asked because it waited: for one level, whose estimates are not corrected
+    probe_won: bool = False
 
 
 class Budget:
@@ -92,40 +90,41 @@ class Budget:
 
     Args:
         costs: t(B, S, N), seconds of the target's steps.
-        learns: of each source, whether it corrects its estimates itself.
+        self_correcting: of each source, whether it corrects its estimates itself.
         max_depth, limit: D and nodes of any tree.
+        clock: seconds, by which drafting and steps are timed.
 
-    misjudged: plain steps take far less than measured, and so may the others: the costs had better be measured again.
+    costs_stale: plain steps take far less than measured, and so may the others: measure the costs again.
     """
 
     def __init__(
         self,
         costs: Callable[[int, float, int], float],
         rows: int,
-        learns: Sequence[bool],
+        self_correcting: Sequence[bool],
         max_depth: int,
         limit: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self.clock = clock
-        self.costs, self.rows, self.limit, self.learns = costs, rows, limit, learns
-        self.misjudged = False
-        self.sources = [_Source([_Times() for _ in range(max_depth + 1)]) for _ in learns]
+        self.costs, self.rows, self.limit, self.self_correcting = costs, rows, limit, self_correcting
+        self.costs_stale = False
+        self.sources = [_Source([Times() for _ in range(max_depth + 1)]) for _ in self_correcting]
         # By source, row and depth: the corrections in use, given that the parent is accepted, and without.
-        self.conditional = np.ones((len(learns), rows, max_depth + 1))
-        self.factors = torch.ones(len(learns), rows, max_depth + 1)
+        self.conditional = np.ones((len(self_correcting), rows, max_depth + 1))
+        self.factors = torch.ones(len(self_correcting), rows, max_depth + 1)
         self.highest = np.full(max_depth + 1, 1.0)  # of ratios, by depth
         self.highest[1:2] = FACTORS[1]
         # By source, row and depth: what came true, and what was estimated; of all texts so far in the last row.
-        self.came_true, self.estimated = np.zeros((2, len(learns), rows + 1, max_depth + 1))
-        self.step_times: dict[int, _Times] = {}  # in units of t(B, S, N), by N
+        self.came_true, self.estimated = np.zeros((2, len(self_correcting), rows + 1, max_depth + 1))
+        self.step_times: dict[int, Times] = {}  # in units of t(B, S, N), by N
         self.corrections: dict[int, float] = {}  # the shortest of them
         self.steps, self.reviews, self.table, self.shape = 0, 0, list[float](), (-1, -1)
         self.level = 0
 
     def measured_again(self, costs: Callable[[int, float, int], float]) -> None:
         """Take these costs from now on; what corrected the others is forgotten."""
-        self.costs, self.misjudged, self.shape = costs, False, (-1, -1)
+        self.costs, self.costs_stale, self.shape = costs, False, (-1, -1)
         self.step_times.clear()
         self.corrections.clear()
 
@@ -168,9 +167,9 @@ class Budget:
         new = (self.tokens + source.gain * self.roots) / (self.drafting + cost + step)
         pays = new > MARGIN * self.tokens / (self.drafting + self._step_seconds(self.nodes))
         pays = pays or source.asked < FEWEST or cost < CHEAP * self.table[0]
-        waits = max(RETRY, self._passes(number, 1) / self.table[0] / TRIALS)
-        source.trial = source.waited >= waits or (source.paid and not pays)
-        asked, source.paid = self.most > 1 and (pays or source.trial), False
+        waits = max(RETRY, self._passes(number, 1) / self.table[0] / PROBES)
+        source.probing = source.waited >= waits or (source.probe_won and not pays)
+        asked, source.probe_won = self.most > 1 and (pays or source.probing), False
         if not asked:
             source.waited += 1
             return False
@@ -182,8 +181,8 @@ class Budget:
     def another_level(self, number: int, acceptance: Tensor, depth: Tensor) -> bool:
         """Whether a drafter that is asked drafts another level, after candidates of these acceptance probabilities
         ``[B, M]`` and depths ``[1 or B, M]``, the root included."""
-        self._passed(number)
-        if self.sources[number].trial:
+        self._record_pass(number)
+        if self.sources[number].probing:
             self.ended = True
             return False
         totals = self._totals(self.corrected(number, acceptance, depth))
@@ -208,13 +207,13 @@ class Budget:
     def proposed(self, number: int, acceptance: Tensor) -> None:
         """A drafter that was asked has proposed candidates of these corrected acceptance probabilities ``[B, M]``."""
         if not self.ended:
-            self._passed(number)
+            self._record_pass(number)
         cost, source = self._passes(number, self.level), self.sources[number]
         totals = self._totals(acceptance)
         _, count = self._best(totals, self.drafting + cost)
         gain = totals[count - 1] - self.roots
         rate = max(RATE, 1 / source.asked)
-        if source.trial:  # what was known of it before no longer counts
+        if source.probing:  # what was known of it before no longer counts
             gain, rate = gain * float(self.factors[number, :, 1].mean()), 1.0
         source.gain += rate * (gain / max(self.roots, 1.0) - source.gain)
         source.nodes += rate * (count - 1 - source.nodes)
@@ -223,7 +222,7 @@ class Budget:
 
     def corrected(self, number: int, acceptance: Tensor, depth: Tensor) -> Tensor:
         """Acceptance probabilities of a drafter's candidates ``[B, M]`` by what came true in each row's text."""
-        if self.learns[number] or self.sources[number].trial:
+        if self.self_correcting[number] or self.sources[number].probing:
             return acceptance
         factors = self.factors[number].to(acceptance.device)
         return (acceptance * factors.gather(1, depth.long().expand(self.rows, -1))).clamp(max=1.0)
@@ -233,7 +232,7 @@ class Budget:
         probabilities."""
         self.kept = True
         count = self._best(self._totals(acceptance)[:most], self.drafting, alone=True)[1]
-        return max(count, min(2, self.most)) if any(source.trial for source in self.sources) else count
+        return max(count, min(2, self.most)) if any(source.probing for source in self.sources) else count
 
     def learn(
         self,
@@ -264,10 +263,10 @@ class Budget:
                     break
                 for number, source in enumerate(self.sources):
                     own = [child for child in children if sources is None or sources[row][child] >> number & 1]
-                    if self.learns[number] or not own:
+                    if self.self_correcting[number] or not own:
                         continue
                     estimate = min(1.0, sum(probabilities[child] for child in own) / max(probabilities[node], 1e-9))
-                    if not source.trial:
+                    if not source.probing:
                         estimate /= self.conditional[number, row, depth]
                     hit = reached and path[depth] in own
                     self.came_true[number, [row, -1], depth] += hit
@@ -276,12 +275,27 @@ class Budget:
             self._correct(row)
         for number, count in enumerate(hits):
             speed = (1 + count / max(self.roots, 1.0)) / (self._passes(number, 1) + self._step_seconds(2))
-            if self.sources[number].trial and speed > 1 / self._step_seconds(1):
-                self.sources[number].paid = True
+            if self.sources[number].probing and speed > 1 / self._step_seconds(1):
+                self.sources[number].probe_won = True
+
+    def observe(self, phase: str, tree: TokenTree | None, verdict: Verdict | None) -> None:
+        """Record, at the end of an eager step's phases, what was accepted, and how long the target's part took."""
+        if phase == "draft":
+            self.began = self.clock()
+        if phase != "commit" or tree is None or verdict is None:
+            return
+        nodes = tree.tokens.shape[1]
+        if nodes > 1 and tree.acceptance is not None:
+            parts = tree.parent, tree.acceptance, tree.source if len(self.sources) > 1 else None
+            parents, acceptance, sources = (None if p is None else p.expand(self.rows, -1).tolist() for p in parts)
+            assert parents is not None and acceptance is not None
+            self.learn(verdict.path.tolist(), verdict.length.tolist(), parents, acceptance, sources)
+        if tree.tokens.device.type == "cpu":  # elsewhere the host does not wait for a step's end
+            self.ran(nodes, self.clock() - self.began)
 
     def ran(self, nodes: int, seconds: float) -> None:
         """Record the time of a step of the target, drafting excluded."""
-        times = self.step_times.setdefault(nodes, _Times(STEPS))
+        times = self.step_times.setdefault(nodes, Times(STEPS))
         times.add(seconds / max(self.costs(self.rows, self.cached, nodes), 1e-9))
 
     def ratios(self, number: int, row: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
@@ -293,8 +307,8 @@ class Budget:
         return np.clip(ratios, FACTORS[0], self.highest)
 
     def _correct(self, row: int) -> None:
-        for number, learns in enumerate(self.learns):
-            if not learns:
+        for number, corrects in enumerate(self.self_correcting):
+            if not corrects:
                 self.conditional[number, row] = self.ratios(number, row)
                 self.factors[number, row] = torch.from_numpy(self.conditional[number, row].cumprod())
 
@@ -306,9 +320,9 @@ class Budget:
         found = {nodes: times.shortest for nodes, times in self.step_times.items()}
         self.corrections = {nodes: factor for nodes, factor in sorted(found.items()) if factor is not None}
         self.reviews += 1
-        self.misjudged = min(self.corrections.values(), default=1.0) < MISJUDGED
+        self.costs_stale = min(self.corrections.values(), default=1.0) < STALE
 
-    def _passed(self, number: int) -> None:
+    def _record_pass(self, number: int) -> None:
         self.sources[number].passes[min(self.level, len(self.sources[number].passes) - 1)].add(self.clock() - self.mark)
         self.level += 1
 
@@ -349,150 +363,3 @@ class Budget:
             if speed > best:
                 best, count = speed, number
         return best, count
-
-
-class Choice(NamedTuple):
-    """What a static step drafts.
-
-    nodes: of its trees, root included; 0 for whole trees, 1 for the root alone.
-    alone: the number of the only drafter of a merge that is asked; None: all of them are.
-    """
-
-    nodes: int
-    alone: int | None = None
-
-
-WHOLE, ROOT = Choice(0), Choice(1)
-
-
-@dataclass
-class _Drafted:
-    """What is known of the trees of a drafter, or of all of them together.
-
-    came_true, estimated: Σ (committed tokens − 1) and Σ (expected tokens − 1), decayed.
-    """
-
-    choices: list[Choice]  # ascending by nodes, the root alone first
-    expected: list[float]  # tokens of each choice: moving averages
-    came_true: float = 1.0
-    estimated: float = 1.0
-    steps: int = 0
-
-    @property
-    def factor(self) -> float:
-        """How much likelier than estimated a draft is accepted."""
-        return min(self.came_true / max(self.estimated, 1e-9), FACTORS[1])
-
-
-class Sizes:
-    """The choice of a static step's node count and, in a merge, whether all drafters are asked, or one alone. The
-    choice with the most expected tokens per second is the best:
-
-        tokens_n = 1 + f · (mean over the latest steps of Σ of the n − 1 highest acceptance probabilities)
-
-    f says how much likelier than estimated a draft is accepted in the texts being decoded, over the latest steps that
-    asked these drafters: Σ (committed tokens − 1) / Σ (estimated ones).
-
-    A choice that is not timed yet is assumed to take as long as the next smaller one of the same drafters, so that it
-    is timed, and its graph captured, only if it may be the best. The others are tried now and then: the best choice of
-    each other set of drafters, and the root alone, after :data:`RETRY` steps for each, other sizes after
-    :data:`RETIMED`; all of them so rarely that they take no more than :data:`TRIALS` of the time. What pays on a trial
-    is tried once more at the next step.
-
-    Args:
-        counts: of nodes, root included, ascending, from 1 on; the last one stands for whole trees. By drafter that is
-            asked alone, None for all, if there are several sets.
-    """
-
-    def __init__(self, counts: Sequence[int] | Mapping[int | None, Sequence[int]]) -> None:
-        by_set = counts if isinstance(counts, Mapping) else {None: counts}
-        self.sets: dict[int | None, _Drafted] = {}
-        for alone, own in by_set.items():
-            assert own[0] == 1
-            choices = [ROOT, *(Choice(count, alone) for count in own[1:])]
-            self.sets[alone] = _Drafted(choices, [1.0] * len(own))
-        self.choices = [ROOT, *(each for known in self.sets.values() for each in known.choices[1:])]
-        self.seconds = {choice: _Times(latest=deque(maxlen=LATEST_OF_SIZE)) for choice in self.choices}  # of a step
-        self.last, self.last_timed = (dict.fromkeys(self.choices, 0) for _ in range(2))  # step, of each
-        self.best, self.steps = ROOT, 0
-        self.again: Choice | None = None  # it paid on a trial
-
-    def tokens(self, choice: Choice) -> float:
-        """Expected tokens of a step."""
-        if choice == ROOT:
-            return 1.0
-        known = self.sets[choice.alone]
-        return 1 + known.factor * (known.expected[known.choices.index(choice)] - 1)
-
-    def choose(self, most: int | None = None) -> Choice:
-        """The next step's, with at most ``most`` nodes."""
-        self.steps += 1
-        chosen = self._choose(most)
-        self.last[chosen] = self.steps
-        return chosen
-
-    def _choose(self, most: int | None) -> Choice:
-        if most is not None and most <= 1:
-            return ROOT
-        speeds, rivals = dict[Choice, float](), list[Choice]()
-        for known in self.sets.values():
-            seconds, own = 0.0, list[Choice]()
-            for choice, expected in zip(known.choices, known.expected, strict=True):
-                if most is not None and choice.nodes > most:
-                    break
-                timed = self.seconds[choice].shortest
-                seconds = seconds if timed is None else timed
-                if timed is None and (choice == ROOT or known.steps < FEWEST):
-                    return choice
-                speeds[choice] = (1 + known.factor * (expected - 1)) / seconds
-                if timed is not None and choice != ROOT:
-                    own.append(choice)
-            if own:
-                rivals.append(max(own, key=speeds.__getitem__))
-        best = max(speeds, key=speeds.__getitem__)
-        again, self.again, self.best = self.again, None, best
-        length = self.seconds[best].shortest
-        if length is None:
-            return best
-        if again is not None and again in speeds:
-            return again
-        own = None if best == ROOT else self.sets[best.alone]
-        in_use = [] if own is None else [each for each in own.choices[1:] if each in speeds and each != best]
-        in_use = [each for each in in_use if self.seconds[each].shortest is not None]
-        rivals = [each for each in (ROOT, *rivals) if each != best and each not in in_use]
-        for choice in (*rivals, *in_use):
-            seconds = self.seconds[choice].shortest
-            if seconds is None:
-                continue
-            waits = RETIMED if choice in in_use else RETRY * len(rivals)
-            lost = seconds * (1 - speeds[choice] / speeds[best]) / length  # by a trial, in steps
-            if self.steps - self.last[choice] > max(waits, lost * (len(rivals) + len(in_use)) / TRIALS):
-                return choice
-        return best
-
-    def timed(self, choice: Choice, seconds: float) -> None:
-        """Record the time of a step. After a break it replaces those from before: texts have grown since."""
-        times = self.seconds[choice]
-        if times.shortest is not None and self.steps - self.last_timed[choice] > RETRY:
-            times.latest.extend([seconds] * LATEST_OF_SIZE)
-        times.add(seconds)
-        self.last_timed[choice] = self.steps
-
-    def committed(self, choice: Choice, tokens: Sequence[int], expected: Sequence[Sequence[float]]) -> None:
-        """Record what a step committed in each row; rows of 0 (no text) or −1 (not finite) do not count. ``expected``:
-        by row, the expected tokens of each of its drafters' choices; not read where nothing was drafted."""
-        rows = [row for row, number in enumerate(tokens) if number > 0]
-        if not rows or choice.nodes == 1:
-            return
-        known = self.sets[choice.alone]
-        known.steps += 1
-        rate = max(RATE, 1 / known.steps)
-        means = [sum(expected[row][at] for row in rows) / len(rows) for at in range(len(known.choices))]
-        known.expected = [old + rate * (mean - old) for old, mean in zip(known.expected, means, strict=True)]
-        mean = sum(tokens[row] for row in rows) / len(rows)
-        known.came_true = SIZES_DECAY * known.came_true + mean - 1
-        known.estimated = SIZES_DECAY * known.estimated + means[known.choices.index(choice)] - 1
-        best, seconds = self.seconds[self.best].shortest, self.seconds[choice].shortest
-        on_trial = choice.alone != self.best.alone or self.best == ROOT
-        if on_trial and best and seconds and mean / seconds > MARGIN * self.tokens(self.best) / best:
-            self.again = choice

@@ -137,9 +137,9 @@ class SpeculativeDecoder:
         return self._step.execution if self._step else "not yet"
 
     @property
-    def chooses(self) -> bool:
-        """Whether the last call's steps chose how many nodes to run, by what steps with so many rows take."""
-        return self._step is not None and self._step.chooses
+    def prunes_nodes(self) -> bool:
+        """Whether the last call's steps chose how many nodes to verify, by what steps with so many rows take."""
+        return self._step is not None and self._step.prunes_nodes
 
     @property
     def rows(self) -> int:

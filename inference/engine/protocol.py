@@ -3,7 +3,7 @@
 Shape letters: B rows of the batch, b rows that begin, T prompt tokens, N nodes, d hidden width, F features per token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,32 @@ from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
     from draftsmith.inference.engine.budget import Budget
-    from draftsmith.inference.engine.costs import StepCosts
+
+
+class Clock(Protocol):
+    """Times of steps, given to the engine from outside: it reads no clock by itself."""
+
+    def now(self) -> float:
+        """Seconds, from any fixed moment on."""
+        ...
+
+    def timed(self, call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+        """Run a call. Returns a function for its seconds, which on a GPU waits for what the call queued."""
+        ...
+
+
+class Costs(Clock, Protocol):
+    """What the target's steps take on this machine, measured elsewhere.
+
+    again: measures once more; None: not now. For a budget that finds real steps far faster than these costs say.
+    """
+
+    @property
+    def again(self) -> "Callable[[], Costs] | None": ...
+
+    def seconds(self, batch: int, cached: float, nodes: int) -> float:
+        """t(B, S, N): of B rows with S cached tokens each and trees of N nodes."""
+        ...
 
 
 @dataclass
@@ -41,7 +66,7 @@ class State:
     settings: Settings | None
     step: Tensor
     stream: int = 1  # number of the drafter's random stream, at least 1 (the verifier's is 0)
-    weighs: bool = True  # whether the tree's acceptance is read; else a drafter may leave it out
+    needs_acceptance: bool = True  # whether the tree's acceptance is read; else a drafter may leave it out
     plans: Plans | None = None
     noise: Noise | None = None
     budget: "Budget | None" = None  # what decides how many nodes an eager step drafts; None: all
@@ -60,10 +85,12 @@ class Drafter(Protocol):
     random: in multi-step sampling its nodes are drawn at random, and its trees carry ``draws`` with distributions.
     sources: names of the proposers, by which the report counts; if there are any, its trees carry ``source``, unless
         ``State.alone`` names the only one.
-    learns, source_learns: whether it, or each of its sources if it merges several, corrects the acceptance
-        probabilities of its nodes by what comes true in a text itself.
-    raced: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of it.
-    chooses: steps leave out the nodes that do not pay; for eager ones it also needs ``costs``, of the target's steps.
+    self_correcting, self_correcting_sources: whether it, or each of its sources if it merges several, corrects the
+        acceptance probabilities of its nodes by what comes true in a text itself.
+    tuned_at_batch_1: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of
+        it.
+    costs, clock: with the costs of the target's steps, eager steps leave out the nodes that do not pay; with a clock,
+        static ones do. Without, all nodes of the trees are verified.
     own_counts: for static steps, nodes at most (root included) that each drafter of a merge proposes if it is asked
         alone, as ``State.alone`` says; by its number, empty unless it merges several.
     reads_own_path: ``absorb`` reads ``Verdict.own_path``.
@@ -77,12 +104,12 @@ class Drafter(Protocol):
     models: Sequence[Target] = ()  # other causal LMs that it runs; the engine installs its attention in them
     sources: Sequence[str] = ()
     random: bool = False
-    learns: bool = False
-    source_learns: Sequence[bool] = ()
-    costs: "StepCosts | None" = None
-    weighs: bool = True  # its trees have acceptance where the state asks for it
-    raced: bool = False
-    chooses: bool = False
+    self_correcting: bool = False
+    self_correcting_sources: Sequence[bool] = ()
+    costs: Costs | None = None
+    clock: Clock | None = None
+    has_acceptance: bool = True  # its trees have acceptance where the state asks for it
+    tuned_at_batch_1: bool = False
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
 

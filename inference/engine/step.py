@@ -14,7 +14,6 @@ Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d 
 """
 
 import os
-import time
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from draftsmith.inference.engine.budget import ROOT, WHOLE, Budget, Choice, Sizes
+from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
+from draftsmith.inference.engine.static_budget import ROOT, WHOLE, ExpectedTokens, StaticBudget, StepSize, node_counts
 from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, likeliest
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
@@ -42,8 +42,6 @@ from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
 PREFILL_CHUNK = 512
-SIZES = (1, 8, 16, 32)  # nodes of the trees among which static steps choose, beside the whole tree
-_UNIT = 1 << 20  # of expected tokens, in ``committed``
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
 ReadCommitted = Callable[[], list[list[int]]]
@@ -109,11 +107,11 @@ class Step:
         root, lengths = torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths
         noise = Noise(self.verifier.settings, lengths) if mode == "sample" else None
         settings = self.verifier.settings if mode == "mss" else None
-        self.state = State(root, lengths, feature, self.active, settings, self.verifier.step, weighs=False, noise=noise)
+        self.state = State(root, lengths, feature, self.active, settings, self.verifier.step, noise=noise)
         # By row: the number of tokens the step commits (−1: the target's logits are not finite), D drafted tokens (the
         # accepted path first), the bonus token. If the drafter names its sources, also: the source bits of each of the
         # D tokens, the number of drafted nodes, and how many of them each source proposed. If steps choose their size,
-        # at last the expected tokens of each size, in units of 1 / _UNIT.
+        # at last the expected tokens of each size.
         self.num_sources = len(drafter.sources)
         first_source = drafter.max_depth + 2
         first_size = first_source + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
@@ -121,22 +119,13 @@ class Step:
         # acceptance directly: they have one size, so that a seed gives one text.
         any_size = mode in ("greedy", "sample")
         self.bounds: list[int | None] = [None] * rows  # of each row's text: its ``max_draft_nodes``
-        self.sizes: Sizes | None = None
-        self.chooses = any_size and drafter.chooses and drafter.weighs and drafter.num_nodes > 1
-        if self.chooses and static:
-            counts: dict[int | None, list[int]] = {
-                None: [*(size for size in SIZES if size < drafter.num_nodes), drafter.num_nodes]
-            }
-            for alone, most in drafter.own_counts.items():  # no further numbers, for which kernels would be compiled
-                own = [size for size in SIZES if size <= most]
-                counts[alone] = own if len(own) > 1 else [1, most]
-            self.sizes = Sizes(counts)
-            widest = max(map(len, counts.values()))
-            self.last_of_size: dict[int | None, Tensor] = {
-                alone: torch.tensor([size - 1 for size in (*own, *[own[-1]] * (widest - len(own)))], device=device)
-                for alone, own in counts.items()
-            }
-        columns = first_size + (len(self.last_of_size[None]) if self.sizes else 0)
+        can_choose = any_size and drafter.has_acceptance and drafter.num_nodes > 1
+        self.static_budget: StaticBudget | None = None
+        columns = first_size
+        if can_choose and static and drafter.clock is not None:
+            counts = node_counts(drafter)
+            self.static_budget, self.expected_tokens = StaticBudget(counts), ExpectedTokens(counts, device)
+            columns += self.expected_tokens.columns
         self.committed = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self.counts_and_tokens = self.committed[:, :first_source]
         self.tokens, self.by_source = self.counts_and_tokens[:, 1:], self.committed[:, first_source:first_size]
@@ -150,13 +139,14 @@ class Step:
             counted = [drafter.max_depth, drafter.max_depth + 1 + number]
             fixed[: drafter.max_depth], fixed[counted], by_nodes[counted] = 1 << number, -1, 1
             self.of_source.append((fixed.to(device), by_nodes.to(device)))
+        self.can_be_bounded = any_size and (not static or self.static_budget is not None or drafter.num_nodes == 1)
         self.budget: Budget | None = None
-        self.state.weighs = self.chooses
-        self.can_be_bounded = any_size and (not static or self.sizes is not None or drafter.num_nodes == 1)
-        if self.chooses and not static and drafter.costs is not None and not (drafter.raced and rows == 1):
-            learns = drafter.source_learns or [drafter.learns]
-            self.budget = Budget(drafter.costs.seconds, rows, learns, drafter.max_depth, drafter.num_nodes)
-            self.state.budget = self.budget
+        costs = None if static or (drafter.tuned_at_batch_1 and rows == 1) else drafter.costs
+        if can_choose and costs is not None:
+            correcting = drafter.self_correcting_sources or [drafter.self_correcting]
+            shape = rows, correcting, drafter.max_depth, drafter.num_nodes
+            self.budget = self.state.budget = Budget(costs.seconds, *shape, costs.now)
+        self.state.needs_acceptance = self.prunes_nodes
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
         drafter.allocate(self.cache, drafter.max_depth, static)
@@ -168,11 +158,15 @@ class Step:
         self.choice = WHOLE  # what the next static step drafts
         # By the verifier's key and what is drafted, with the number of nodes. Graphs share their memory: one is
         # replayed at a time, and what is read afterwards is not part of it.
-        self._graphs: dict[tuple[tuple[bool, ...], Choice], tuple[torch.cuda.CUDAGraph, int]] = {}
+        self._graphs: dict[tuple[tuple[bool, ...], StepSize], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
-        self._expected: dict[StaticTree, Tensor] = {}  # tokens of each size
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+
+    @property
+    def prunes_nodes(self) -> bool:
+        """Whether steps choose how many nodes they verify."""
+        return self.budget is not None or self.static_budget is not None
 
     @property
     def owns_drafter(self) -> bool:
@@ -250,10 +244,17 @@ class Step:
         bounds = [bound for bound in self.bounds if bound is not None]
         return 1 + min(bounds) if bounds else None
 
-    def run(self, observe: Observe = lambda *_: None) -> None:
+    def run(self, *observers: Observe) -> None:
         """Advance all rows by one step: draft a tree, run the target on all of its nodes in one forward pass, accept a
         path, and keep what belongs to it. ``committed`` then holds the step's tokens."""
         cache, state = self.cache, self.state
+        if self.budget:
+            observers = (self.budget.observe, *observers)
+
+        def observe(phase: str, tree: TokenTree, verdict: Verdict | None) -> None:
+            for each in observers:
+                each(phase, tree, verdict)
+
         state.plans = Plans(cache.lengths)
         tree, chosen = self._propose()
         observe("draft", tree, None)
@@ -267,14 +268,11 @@ class Step:
         self.drafter.absorb(state, self._with_own_path(verdict, chosen), tree, features)
         outcome = verdict.node, verdict.bonus, verdict.length
         advance(cache.lengths, state.root, state.feature, features, *outcome, self.active)
-        if self.budget:
-            self._learn(self.budget, tree, verdict)
         observe("commit", tree, verdict)
 
     def _forward(self, tree: TokenTree) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """Run the target on a tree's nodes: hidden states ``[B, N, d]``, the inputs of the captured layers, and the
         tree's mask where it is needed."""
-        self._began = time.perf_counter()
         count = self.nodes = tree.tokens.shape[1]
         by_argmax, mask = self.mode in ("greedy", "sample"), tree.mask
         if mask is None and not (self.runner.kernel and by_argmax and not self.verifier.penalises):
@@ -291,16 +289,6 @@ class Step:
         numbers = chosen.gather(1, verdict.path.clamp(max=self.nodes - 1))
         return replace(verdict, own_path=torch.where(self.depths <= verdict.length[:, None], numbers, -1))
 
-    def _learn(self, budget: Budget, tree: TokenTree, verdict: Verdict) -> None:
-        """Tell the budget what was accepted, and how long the target's part of the step took."""
-        if self.nodes > 1 and tree.acceptance is not None:
-            parts = tree.parent, tree.acceptance, tree.source if len(budget.learns) > 1 else None
-            parents, acceptance, sources = (None if p is None else p.expand(self.rows, -1).tolist() for p in parts)
-            assert parents is not None and acceptance is not None
-            budget.learn(verdict.path.tolist(), verdict.length.tolist(), parents, acceptance, sources)
-        if self.target.device.type == "cpu":
-            budget.ran(self.nodes, time.perf_counter() - self._began)
-
     def _propose(self) -> tuple[TokenTree, Tensor | None]:
         """The tree to verify, and ``[B, N]`` the numbers of its nodes in the drafter's tree, if some of that are left
         out."""
@@ -311,9 +299,9 @@ class Step:
                 drafter.skip(state)
                 return self._root_alone(), None
             tree = drafter.propose(state)
-            if self.sizes:  # write the expected tokens of each size
-                self.expected.copy_(self._expected_tokens(tree, self.last_of_size[state.alone]))
-            return self._cut(tree, tree.acceptance, most)
+            if self.static_budget:
+                self.expected.copy_(self.expected_tokens.of(tree, state.alone))
+            return self._prune(tree, tree.acceptance, most)
         several = len(drafter.sources) > 1  # of which a merge asks each
         budget.start(self.cache.lengths.tolist(), self.active.tolist(), most)
         if not several and not budget.asks(0):
@@ -322,27 +310,15 @@ class Step:
         tree = drafter.propose(state)
         acceptance = tree.acceptance
         if acceptance is None or budget.kept or tree.tokens.shape[1] == 1:
-            return self._cut(tree, acceptance, most)
+            return self._prune(tree, acceptance, most)
         if not several:
             acceptance = budget.corrected(0, acceptance, tree.depth)
             budget.proposed(0, acceptance)
-        return self._cut(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance))
+        return self._prune(replace(tree, acceptance=acceptance), acceptance, budget.keep(acceptance))
 
-    def _expected_tokens(self, tree: TokenTree, last: Tensor) -> Tensor:
-        """Of trees whose likeliest nodes end with these: ``[B, sizes]`` int64, in units of 1 / ``_UNIT``."""
-        static = tree.static
-        if static is not None and static.acceptances is not None:  # the same in every step
-            if static not in self._expected:
-                totals = torch.tensor(static.acceptances).sort(descending=True).values.cumsum(0)
-                self._expected[static] = (totals[last.cpu().clamp(max=len(totals) - 1)] * _UNIT).long().to(last.device)
-            return self._expected[static]
-        assert tree.acceptance is not None
-        totals = tree.acceptance.sort(1, descending=True).values.cumsum(1)
-        return (totals.index_select(1, last.clamp(max=totals.shape[1] - 1)) * _UNIT).long()
-
-    def _cut(self, tree: TokenTree, acceptance: Tensor | None, most: int | None) -> tuple[TokenTree, Tensor | None]:
-        """The tree of at most so many nodes, the likeliest or, without acceptance probabilities, the first; and their
-        numbers ``[B, most]`` if some are left out."""
+    def _prune(self, tree: TokenTree, acceptance: Tensor | None, most: int | None) -> tuple[TokenTree, Tensor | None]:
+        """Keep the ``most`` nodes that are likeliest to be accepted or, without acceptance probabilities, the first.
+        Also returns their numbers ``[B, most]``; None if all are kept."""
         count = tree.tokens.shape[1]
         if most is None or most >= count:
             return tree, None
@@ -398,23 +374,28 @@ class Step:
         """Run a step without waiting for it. Returns a function that waits for it and returns the rows of
         ``committed``; to be called before the next but one launch."""
         cuda, most = self.target.device.type == "cuda", self.most_nodes
-        if self.budget and self.budget.misjudged:
+        if self.budget and self.budget.costs_stale:
             self._measure_again(self.budget)
-        self.state.weighs = self.chooses or (self.drafter.weighs and most is not None)
+        self.state.needs_acceptance = self.prunes_nodes or (self.drafter.has_acceptance and most is not None)
         # Observed steps, and eager ones on a GPU, are not timed: they have all nodes.
-        sizes, self.choice = None if observe or (cuda and self.eager) else self.sizes, WHOLE
-        if sizes is not None:
-            self.choice = sizes.choose(most)
-        elif self.sizes and most is not None:
-            self.choice = max(choice for choice in self.sizes.sets[None].choices if choice.nodes <= most)
+        budget, self.choice = None if observe or (cuda and self.eager) else self.static_budget, WHOLE
+        if budget is not None:
+            self.choice = budget.choose(most)
+        elif self.static_budget and most is not None:
+            self.choice = max(choice for choice in self.static_budget.sets[None].choices if choice.nodes <= most)
         choice = self.choice
         self.drafter.prepare(self.state)
-        began = time.perf_counter()
-        events = self.run(observe) if observe else self.advance()
+        seconds = self.run(observe) if observe else self.advance(None if budget is None else self.drafter.clock)
+
+        def record(committed: list[list[int]]) -> list[list[int]]:
+            if budget is not None and seconds is not None:
+                budget.timed(choice, seconds())
+                expected = [] if choice == ROOT else [self.expected_tokens.read(row) for row in committed]
+                budget.committed(choice, [row[0] for row in committed], expected)
+            return committed
+
         if not cuda:
-            committed = self.committed.tolist()
-            if sizes is not None:
-                self._chosen(sizes, choice, time.perf_counter() - began, committed)
+            committed = record(self.committed.tolist())
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
@@ -423,26 +404,16 @@ class Step:
 
         def read() -> list[list[int]]:
             done.synchronize()
-            committed = host.tolist()
-            if sizes is not None and events:
-                self._chosen(sizes, choice, events[0].elapsed_time(events[1]) / 1e3, committed)
-            return committed
+            return record(host.tolist())
 
         return read
 
     def _measure_again(self, budget: Budget) -> None:
-        """Measure what steps cost, for a second or two, since real ones were far faster than the costs say."""
-        budget.misjudged = False
+        """Have the costs measured again, which takes a second or two, since real steps were far faster."""
+        budget.costs_stale = False
         if self.drafter.costs is not None and self.drafter.costs.again is not None:
             self.drafter.costs = self.drafter.costs.again()
             budget.measured_again(self.drafter.costs.seconds)
-
-    def _chosen(self, sizes: Sizes, choice: Choice, seconds: float, committed: Sequence[Sequence[int]]) -> None:
-        """Record the time of a step that drafted this, and what it committed."""
-        sizes.timed(choice, seconds)
-        columns = self.expected.shape[1]
-        expected = [] if choice == ROOT else [[units / _UNIT for units in row[-columns:]] for row in committed]
-        sizes.committed(choice, [row[0] for row in committed], expected)
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
@@ -450,27 +421,24 @@ class Step:
         state = self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed
         return [*state, *seen, *self.drafter.buffers()]
 
-    def advance(self) -> list[torch.cuda.Event] | None:
-        """Run a step, or replay its graph, which is captured first where there is none; the events before and after a
-        graph, if the step may have another size."""
-        key = self.verifier.graph_key, self.choice
+    def advance(self, clock: Clock | None = None) -> Callable[[], float] | None:
+        """Run a step, or replay its graph, which is captured first where there is none. With a clock, returns a
+        function for the seconds that it took; None for a step on a GPU that no graph could hold."""
+        device, key = self.target.device, (self.verifier.graph_key, self.choice)
         if self.eager or (key not in self._graphs and not self._capture()):
+            if clock is not None and device.type != "cuda":
+                return clock.timed(self.run, device)
             return self.run()
         graph, self.nodes = self._graphs[key]
-        if not self.sizes:
-            return graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        return events
+        return graph.replay() if clock is None else clock.timed(graph.replay, device)
 
     def warm_up(self) -> None:
         """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
         first graph also a step of each choice, the smallest first, since products are measured in the order of their
         first use. The lengths stay, other ``buffers()`` change."""
         lengths, choice = self.cache.lengths.clone(), self.choice
-        others = [] if self.sizes is None or self._graphs else sorted(self.sizes.choices, key=lambda each: each.nodes)
+        choices = [] if self.static_budget is None or self._graphs else self.static_budget.choices
+        others = sorted(choices, key=lambda each: each.nodes)
         for self.choice in (*others, choice, choice, choice):
             self.run()
             self.cache.lengths.copy_(lengths)  # rows must not outgrow the cache

@@ -2,7 +2,7 @@
 
 from draftsmith.benchmarks import assisted
 from draftsmith.inference.engine.engine import Generation
-from draftsmith.inference.evaluation.timing import Timed
+from draftsmith.inference.measure.timing import Timed
 
 
 def test_other_text_is_counted():

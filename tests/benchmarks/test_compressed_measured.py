@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.benchmarks import compressed
-from draftsmith.inference.engine.costs import ContextCosts, StepCosts
-from draftsmith.inference.planner import Measured, plan
+from draftsmith.inference.measure.context_costs import ContextCosts
+from draftsmith.inference.measure.planning import Measured, plan
+from draftsmith.inference.measure.step_costs import StepCosts
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ def served(tmp_path_factory):
     to_servers.export(source, "vllm", folder / "out")
     plain = SpeculativeDecoder(target).generate(PROMPTS, NEW, stop_ids=frozenset())
     drafter = EagleDrafter(eagle, target, Topology(((0,), (0, 0))))
-    drafter.chooses = False
     longer = SpeculativeDecoder(target, drafter).generate(PROMPTS, NEW + TOKENS, stop_ids=frozenset())
     ours = [cut(text, NEW, frozenset()) for text in longer]
     return target, source, folder / "out", plain, ours

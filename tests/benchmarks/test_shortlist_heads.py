@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.benchmarks import shortlist_heads
 from draftsmith.benchmarks.shortlist_heads import ROUNDS, STATISTICS, WHOLE
-from draftsmith.inference.drafters.eagle import drafts as drafts_of
-from draftsmith.inference.drafters.ranks import MAX_RANK, draft_labels
-from draftsmith.inference.drafters.rollouts import kept, record
 from draftsmith.inference.drafters.shortlists import Shortlists
-from draftsmith.inference.evaluation.timing import bootstrap_interval
+from draftsmith.inference.measure.rollouts import eagle_drafts as drafts_of
+from draftsmith.inference.measure.rollouts import kept, record
+from draftsmith.inference.measure.timing import bootstrap_interval
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target

@@ -10,7 +10,9 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.drafters.load import FAMILIES
+from draftsmith.inference.drafters.family import FAMILIES
+from draftsmith.inference.measure import tree_search
+from draftsmith.inference.measure.calibrations import CALIBRATIONS
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +43,7 @@ def recipe(tiny_lm, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
     monkeypatch.setitem(FAMILIES, "toy", "toy_family")
+    monkeypatch.setitem(CALIBRATIONS, "toy", toy_family.calibration)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def test_a_killed_run_goes_on_bit_for_bit(recipe, whole, run_main, monkeypatch, 
 
 
 def test_it_is_calibrated_and_decodes(whole, run_main, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
     code, out, err = run_main(calibrate.main, whole, "--seconds", "1", "--device", "cpu")
     assert code == 0 and f"{whole / 'tree.json'}: " in out, err
     prompts = tmp_path / "prompts.jsonl"

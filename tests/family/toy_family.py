@@ -12,6 +12,13 @@ from functools import partial
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.common.recipe import Section, read_recipe
 from draftsmith.common.sections import DrafterRecipe, Positive
+from draftsmith.inference.drafters.family import Loader
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.calibrations import Calibration
+from draftsmith.inference.measure.tree_statistics import best_tree, draft_labels, label_ranks, simulate
+from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
+from draftsmith.train.dry_run import Plan, target_shape
+from draftsmith.train.losses import shifted_labels
 
 # ---- the recipe: its section ``drafter``; without torch
 
@@ -32,13 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.load import Calibration, Part
-from draftsmith.inference.drafters.ranks import best_tree, draft_labels, label_ranks, simulate
-from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
-from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import shifted_labels
 from draftsmith.train.script import Script, run_script
 
 DEPTH, FOLLOWERS = 4, 3
@@ -123,13 +124,16 @@ def follower_ranks(weights, tokens, supervised):
     return label_ranks(best, draft_labels(tokens, supervised, DEPTH))
 
 
+HAS_TREE = True
+
+
 def open_drafter(folder, config, weights, tree, merged):
     if tree is None:
         topology, acceptances = chain(DEPTH), None
     else:
         topology, acceptances = read_candidates(tree) if merged else (read_tree(tree), None)
     table = followers(weights)
-    return Part(lambda target, options: ToyDrafter(table, topology, target.device, acceptances))
+    return Loader(lambda target, options: ToyDrafter(table, topology, target.device, acceptances))
 
 
 def calibration(folder, config, weights):

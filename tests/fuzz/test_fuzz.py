@@ -37,6 +37,7 @@ from draftsmith.inference import calibrate, decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure import tree_search
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.medusa import MedusaHeads
@@ -375,8 +376,8 @@ COMMANDS += [name for name in TRAINING if name != "lm"]
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_lines(name, commands, run_main, folder, drafter, monkeypatch):
     main, good, never = commands[name]
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
-    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 4)
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 4)
     parser = parser_of(main)
     home = folder / "working"
     home.mkdir(exist_ok=True)

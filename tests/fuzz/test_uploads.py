@@ -19,6 +19,7 @@ import yaml
 from server import TOKEN, Hub
 
 from draftsmith.inference import calibrate
+from draftsmith.inference.measure import tree_search
 from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
@@ -172,7 +173,7 @@ def test_training_uploads_a_calibrated_tree(hub, recipe, run_main, tmp_path, mon
         code, out, err = run_main(calibrate.main, *command[3:])
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
-    monkeypatch.setattr(calibrate, "SIZES", (2, 3))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 3))
     monkeypatch.setattr(running, "subprocess", SimpleNamespace(run=calibrated))
     folder, export_run = tmp_path / "a b", Run.export
     rows, words = folder / "held_out", [recipe, f"run.output_dir={tmp_path}", "run.name=a b"]

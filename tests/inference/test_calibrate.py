@@ -20,18 +20,19 @@ from tiny_models import noisy_heads
 from draftsmith.common import progress
 from draftsmith.common.command import available_cores
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate
-from draftsmith.inference.calibrate import Choice, batches, pick, trees_by_size
-from draftsmith.inference.drafters import load, medusa
-from draftsmith.inference.drafters.load import load_drafter
+from draftsmith.inference import calibrate, load
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, head_ranks, path_counts, simulate
-from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.engine.costs import step_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation import race as racing
-from draftsmith.inference.evaluation.race import Costs, race
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations, tree_calibration, tree_search
+from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure import timed_search as racing
+from draftsmith.inference.measure.step_costs import step_costs
+from draftsmith.inference.measure.timed_search import SearchCosts, timed_search
+from draftsmith.inference.measure.tree_calibration import batches
+from draftsmith.inference.measure.tree_search import TimedTrees, pick, trees_by_size
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, head_ranks, path_counts, simulate
 from draftsmith.inference.verify.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
@@ -201,9 +202,9 @@ class Machine:
         self.spent += sum(steps)
         return steps
 
-    def choices(self, costs: Costs) -> list[Choice]:
+    def choices(self, costs: SearchCosts) -> list[TimedTrees]:
         return [
-            Choice((Topology(tuple((rank,) for rank in range(nodes - 1))),), tau, cost, tau / cost)
+            TimedTrees((Topology(tuple((rank,) for rank in range(nodes - 1))),), tau, cost, tau / cost)
             for nodes, tau, cost in zip(SIZES[1:], TAUS[1:], costs.seconds[1:], strict=True)
         ]
 
@@ -216,7 +217,7 @@ def test_the_choice_is_steady(curve):
     """With up to 30 % on every step, and one run in eleven twice as slow, the trees chosen are, at their true costs,
     within 5 % of the fastest; without noise the costs are the true ones."""
     quiet = Machine(0, 0.0, curve)
-    known = race(quiet.run, TAUS, lambda: False)
+    known = timed_search(quiet.run, TAUS, lambda: False)
     assert known.noise == 0 and known.rounds == 6
     always = [size for size, runs in enumerate(quiet.runs) if runs == 6]
     assert [known.seconds[size] for size in always] == pytest.approx([1.05 * quiet.true[size] for size in always])
@@ -225,29 +226,29 @@ def test_the_choice_is_steady(curve):
     chosen = []
     for seed in range(40):
         machine = Machine(seed, 0.3, curve)
-        costs = race(machine.run, TAUS, lambda m=machine: m.spent > 6)
+        costs = timed_search(machine.run, TAUS, lambda m=machine: m.spent > 6)
         chosen.append(pick(machine.choices(costs)).nodes)
     assert min(map(quiet.speed, chosen)) >= 0.95 * best, sorted(chosen)
 
 
 def test_sizes_that_cannot_be_fastest_are_left_out():
     machine = Machine(0, 0.2, 1.0)
-    costs = race(machine.run, TAUS, lambda: False)
+    costs = timed_search(machine.run, TAUS, lambda: False)
     assert machine.runs[0] == machine.runs[1] == costs.rounds
     assert costs.seconds[-1] == math.inf and sum(machine.runs[7:]) == 0
 
 
 def test_timing_ends_in_time():
     machine = Machine(0, 0.2, 0.02)
-    costs = race(machine.run, TAUS, lambda: True)
+    costs = timed_search(machine.run, TAUS, lambda: True)
     assert machine.runs == [1, 1] + [0] * 12 and (costs.rounds, costs.noise) == (0, None)
     machine = Machine(0, 5.0, 0.02)
-    race(machine.run, TAUS, lambda: machine.spent > 3)
+    timed_search(machine.run, TAUS, lambda: machine.spent > 3)
     assert 3 < machine.spent < 3 + 1.0
 
 
 def test_of_equal_trees_the_smaller():
-    trees = [Choice((chain(depth),), 1.0, 1.0, speedup) for depth, speedup in enumerate((0.9, 1.19, 1.18, 1.2), 1)]
+    trees = [TimedTrees((chain(depth),), 1.0, 1.0, speedup) for depth, speedup in enumerate((0.9, 1.19, 1.18, 1.2), 1)]
     assert pick(trees) == trees[1]
     assert pick(trees[:1]) == trees[0]
     assert pick(trees[2:]) == trees[2]
@@ -316,7 +317,7 @@ def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder,
     folder, prompts = heads_folder
     result = run_main(calibrate.main, folder, "--prompts", prompts, "--at-load", "--nodes", 4)
     assert result == (2, "", "error: --at-load leaves the number of nodes to each machine; leave out --nodes\n")
-    monkeypatch.setattr(calibrate, "choose", None)
+    monkeypatch.setattr(tree_calibration, "choose", None)
     tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100 --at-load")
     assert "to choose from at load; expected τ by nodes: 2: 1." in out
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
@@ -387,10 +388,10 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
 def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
     """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here no more than 2, which
     was disturbed, 8 nodes far more."""
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
-    monkeypatch.setattr(calibrate, "chain", lambda depth: Topology(((0,),)))  # no other candidates
-    monkeypatch.setattr(calibrate, "step_costs", lambda *_: costs.StepCosts({1: 0.5, 8: 0.6}))
-    monkeypatch.setattr(calibrate, "race", lambda *_: Costs([0.5, 1.1, 1.0, 50.0], 2, None, [2] * 4))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(tree_search, "chain", lambda depth: Topology(((0,),)))  # no other candidates
+    monkeypatch.setattr(tree_search, "step_costs", lambda *_: costs.StepCosts({1: 0.5, 8: 0.6}))
+    monkeypatch.setattr(tree_search, "timed_search", lambda *_: SearchCosts([0.5, 1.1, 1.0, 50.0], 2, None, [2] * 4))
     tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens {10**9}")
     assert tree["calibration"]["chosen_by"] == "timed" and "chosen by timed steps, of 3 of 3 candidates" in out
     two, four, eight = tree["calibration"]["sizes"]
@@ -407,7 +408,7 @@ def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
 
 @dataclass
 class Slow:
-    """What `calibrate.choose` did with decoders whose setting up takes a while: how often each one decoded."""
+    """What `choose` did with decoders whose setting up takes a while: how often each one decoded."""
 
     set_up: int = 0
     decoded: Counter = field(default_factory=Counter)
@@ -416,7 +417,7 @@ class Slow:
 @pytest.fixture
 def slow_set_up(monkeypatch):
     """Decoders that take 0.6 s to set up, beyond what they take."""
-    slow, build, ends = Slow(), calibrate._decoder, calibrate._ends
+    slow, build, ends = Slow(), tree_search._decoder, tree_search._ends
 
     def set_up(*args):
         slow.set_up += 1
@@ -427,19 +428,19 @@ def slow_set_up(monkeypatch):
         slow.decoded[id(decoder)] += 1
         return ends(decoder, *args)
 
-    monkeypatch.setattr(calibrate, "_decoder", set_up)
-    monkeypatch.setattr(calibrate, "_ends", decode)
+    monkeypatch.setattr(tree_search, "_decoder", set_up)
+    monkeypatch.setattr(tree_search, "_ends", decode)
     return slow
 
 
 def test_setting_up_takes_no_time_of_the_timed_rounds(calibrated, heads_folder, slow_set_up, monkeypatch):
     """Setting up all candidates would take more than the time given; as many as there is time for are timed."""
-    monkeypatch.setattr(calibrate, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 64: 1.1}))
+    monkeypatch.setattr(tree_search, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 64: 1.1}))
     tree, out, err = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30 --seconds 4")
     known = tree["calibration"]
-    assert known["rounds"] >= calibrate.MIN_ROUNDS == 2 and known["chosen_by"] == "timed"
+    assert known["rounds"] >= tree_search.MIN_ROUNDS == 2 and known["chosen_by"] == "timed"
     assert 3 <= slow_set_up.set_up <= 8, "plain decoding, and as many candidates as can be set up in about four seconds"
-    often = [count for count in slow_set_up.decoded.values() if count >= calibrate.MIN_ROUNDS]
+    often = [count for count in slow_set_up.decoded.values() if count >= tree_search.MIN_ROUNDS]
     assert len(often) >= 2, "plain decoding and the one chosen; those that fell behind in the first round may have one"
     seconds = known["seconds"]
     assert 0.6 * slow_set_up.set_up <= seconds["set_up"]
@@ -450,7 +451,7 @@ def test_without_time_the_estimate_chooses(calibrated, heads_folder, monkeypatch
     """By ranks and step costs, from trees and chains alike; where nodes are dear, a chain or a small tree."""
     for dear, name in ((0.0, "free"), (0.3, "dear")):
         table = costs.StepCosts({1: 0.5, 64: 0.5 * (1 + 63 * dear)})
-        monkeypatch.setattr(calibrate, "step_costs", lambda *_, table=table: table)
+        monkeypatch.setattr(tree_search, "step_costs", lambda *_, table=table: table)
         tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 100 --seconds 0.01")
         known = tree["calibration"]
         assert (known["chosen_by"], known["rounds"]) == ("estimate", 0), name
@@ -473,21 +474,21 @@ def test_chains_are_candidates(by_level):
     """Every chain is one, or another candidate has no lower τ at no more nodes and levels; none surpasses another."""
     ranks, table = ranks_of_chains(), costs.StepCosts({1: 1.0, 64: 8.0})
     step_time = table.tree_time([0.1]) if by_level else None
-    found = calibrate.candidates_of(ranks, (2, 3, 6, 16), table, step_time, chains=True)
+    found = tree_search.candidates_of(ranks, (2, 3, 6, 16), table, step_time, chains=True)
     for depth in range(1, 5):
         trees = (chain(depth),)
         tau = simulate(chain(depth), ranks[:, :, 0])
         cost = step_time(trees) if step_time else table.relative(depth + 1)
         levels = (depth,) if by_level else ()
-        of_chain = calibrate.Candidate(trees, tau, cost, levels)
+        of_chain = tree_search.Candidate(trees, tau, cost, levels)
         assert any(each.tau >= tau and each.contained_in(of_chain) for each in found)
         best = max(found, key=lambda each: each.speed)
         assert best.speed >= tau / cost
     for one, other in itertools.permutations(found, 2):
         assert not (one.contained_in(other) and one.tau >= other.tau)
-    order = calibrate.in_order(found)
+    order = tree_search.in_order(found)
     assert order[0] == max(found, key=lambda each: each.speed)
-    assert all(each.speed >= calibrate.WORTH * order[0].speed for each in order) and len(set(order)) == len(order)
+    assert all(each.speed >= tree_search.WORTH * order[0].speed for each in order) and len(set(order)) == len(order)
 
 
 def test_what_is_cheaper_is_not_always_before():
@@ -498,8 +499,8 @@ def test_what_is_cheaper_is_not_always_before():
         runs[size] += 1
         return [seconds[size]] * 8
 
-    assert race(run, [1.0, 2.0, 2.1], lambda: False).seconds[2] == math.inf
-    found = race(run, [1.0, 2.0, 2.1], lambda: False, [[], [0], [0]])
+    assert timed_search(run, [1.0, 2.0, 2.1], lambda: False).seconds[2] == math.inf
+    found = timed_search(run, [1.0, 2.0, 2.1], lambda: False, [[], [0], [0]])
     assert found.seconds[2] == 1.2 and found.runs[2] == found.rounds
 
 
@@ -534,7 +535,7 @@ def test_prompts_that_are_timed(spans, expected):
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, span in enumerate(spans):
         supervised[row, slice(*span) if span else slice(0)] = True
-    prompts = calibrate.timing_prompts(tokens, supervised)
+    prompts = tree_calibration.timing_prompts(tokens, supervised)
     assert prompts == [tokens[row, :length].tolist() for row, length in expected]
 
 
@@ -543,7 +544,7 @@ def test_calibrate_on_held_out_rows(run_main, calibrated, heads_folder, monkeypa
     folder, _ = heads_folder
     stored = folder / "held_out" / "model.safetensors"
     stored.parent.mkdir()
-    monkeypatch.setattr(calibrate, "SIZES", (2,))
+    monkeypatch.setattr(tree_search, "SIZES", (2,))
     tokens = torch.randint(5, 250, (3, 256), dtype=torch.int32)
     for begins in ([256, 250, 200], [0, 0, 256]):
         supervised = torch.arange(256) >= torch.tensor(begins)[:, None]
@@ -573,10 +574,10 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
         time.sleep(0.05 * len(tokens))
         return count(target, heads, tokens, supervised)
 
-    monkeypatch.setattr(medusa, "head_ranks", slow)
+    monkeypatch.setattr(calibrations, "head_ranks", slow)
     monkeypatch.setattr(racing, "SETTLED", -1.0)
     monkeypatch.setattr(racing, "MAX_ROUNDS", 10**9)
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     tree, out, err = calibrated("--seconds 3")
     known = tree["calibration"]
@@ -590,9 +591,11 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
 
 def test_heads_too_weak_for_a_tree(calibrated, heads_folder, monkeypatch):
     monkeypatch.setattr(
-        calibrate, "race", lambda run, taus, *_: Costs([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus))
+        tree_search,
+        "timed_search",
+        lambda run, taus, *_: SearchCosts([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus)),
     )
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
     tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
     assert "plain decoding is faster here" in out and tree["calibration"]["chosen_by"] == "timed"
 
@@ -645,5 +648,5 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     assert code == 2 and "positions say too little; tree.json, calibrated on 10,781, is kept" in err, err
     assert json.loads((folder / "tree.json").read_text()) == tree
 
-    with calibrate.alone(folder):
+    with tree_calibration.alone(folder):
         assert "another command is working in this run" in run_main(calibrate.main, *words)[2]

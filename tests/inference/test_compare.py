@@ -7,8 +7,8 @@ import random
 import pytest
 
 from draftsmith.inference import compare
-from draftsmith.inference.evaluation import timing
-from draftsmith.inference.evaluation.paired import keys_of, pair_groups, pair_prompts
+from draftsmith.inference.measure import timing
+from draftsmith.inference.measure.paired import keys_of, pair_groups, pair_prompts
 
 
 @pytest.fixture(scope="module")

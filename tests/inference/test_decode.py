@@ -31,12 +31,12 @@ from scipy.stats import t as t_distribution
 from draftsmith.inference import calibrate
 from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
-from draftsmith.inference.evaluation import timing
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import evaluation, timing
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels import cpu
@@ -225,7 +225,7 @@ def test_figures_outlive_an_interrupted_check(run_decode, drafter, nine, tmp_pat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(timing, "check_texts", interrupted)
+    monkeypatch.setattr(evaluation, "check_texts", interrupted)
     run_decode(f"{drafter} ngram --prompts {nine} {CHECKED} --report {tmp_path}")
     for report in reports_of(tmp_path, ("heads", "ngram")):
         assert report["timed_prompts"] == 6 and report["speedup"] > 0 and report["lossless"] is None
@@ -259,13 +259,7 @@ def test_a_defect_of_batches_alone_is_found(run_decode, drafter, nine, tmp_path,
 
 def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, nine, tmp_path, monkeypatch):
     """τ is that of the timed prompts, where the size of a tree depends on the texts beside it; all are checked."""
-    init = Step.__init__
-
-    def choosing(self, *arguments, **options):
-        init(self, *arguments, **options)
-        self.chooses = self.drafter.num_nodes > 1
-
-    monkeypatch.setattr(Step, "__init__", choosing)
+    monkeypatch.setattr(Step, "prunes_nodes", property(lambda step: step.drafter.num_nodes > 1))
     rows = [json.loads(line) | {"kind": "some" if n < 8 else "one"} for n, line in enumerate(nine.open())]
     nine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(timing, "group_prompts", lambda kinds, size: [[n] for n in range(9)])
@@ -279,24 +273,24 @@ def test_steps_that_choose_count_at_the_timed_batch_size(run_decode, drafter, ni
     assert heads["kinds"]["one"]["counted_prompts"] == 0 and heads["kinds"]["one"]["mean_accepted_length"] is None
 
 
-@pytest.mark.parametrize(("device", "most"), [("cpu", timing.CHECK_ROWS), ("cuda", timing.CHECK_ROWS_ON_GPU)])
+@pytest.mark.parametrize(("device", "most"), [("cpu", evaluation.CHECK_ROWS), ("cuda", evaluation.CHECK_ROWS_ON_GPU)])
 def test_rows_of_what_is_not_timed(target, monkeypatch, device, most):
     """Half of the free memory, and on a CPU no more nodes than leave the bits of a row as they are."""
     free = [1 << 40]
-    monkeypatch.setattr(timing, "free_bytes", lambda place: free[0])
+    monkeypatch.setattr(evaluation, "free_bytes", lambda place: free[0])
     looks = SimpleNamespace(**{name: getattr(target, name) for name in ("vocab_size", "context", "kv_shapes", "dtype")})
     looks.device, looks.kv_devices = torch.device(device), [torch.device(device)] * len(target.kv_shapes)
 
     def rows(nodes, least=1):
         drafter = SimpleNamespace(num_nodes=nodes, max_depth=3, models=())
         decoder = SimpleNamespace(target=looks, drafter=drafter)
-        return timing.rows_untimed(decoder, [[1], [1, 2]], 8, least)
+        return evaluation.rows_untimed(decoder, [[1], [1, 2]], 8, least)
 
     assert (rows(1), rows(6), rows(6, 64)) == (most, most, 64)
     assert rows(200) == (2 if device == "cpu" else most)
     slots = 2 + 8 + 6 + 2 * 4 + 256
     token = sum(2 * heads * width * target.dtype.itemsize for heads, width in target.kv_shapes)
-    free[0] = 2 * 5 * (slots * token + 6 * target.vocab_size * 4 * timing.LOGITS)
+    free[0] = 2 * 5 * (slots * token + 6 * target.vocab_size * 4 * evaluation.LOGITS)
     assert (rows(6), rows(6, 7)) == (5, 7)
     free[0] -= 1
     assert rows(6) == 4
@@ -406,7 +400,7 @@ def test_live_texts(run_decode, drafter, target, prompts):
 def test_each_token_has_the_sources_that_drafted_it(drafter):
     """As many by source as are counted, and none where a step ended."""
     target, both = load_drafter(f"ngram+{drafter}")
-    both.chooses = False  # both draft at each step, whatever it costs
+    both.clock = None  # both draft at each step, whatever it costs
     decoder = SpeculativeDecoder(target, both, static=True)
     (result,) = decoder.generate([[5, 6, 7]], 120, stop_ids=frozenset())
     by_source = [sum(bits >> source & 1 for bits in result.drafted_by) for source in range(2)]

@@ -11,19 +11,30 @@ from faults import error_of
 from draftsmith.inference import planner
 from draftsmith.inference.drafters.compressed import CompressedDrafter
 from draftsmith.inference.engine import cache as caches
-from draftsmith.inference.engine import costs
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import ContextCosts, StepCosts, context_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation.prefilled import Prefilled, by_depth
-from draftsmith.inference.planner import Measured, Setting, expected_tokens, plan, predict
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.measure import context_costs as costs
+from draftsmith.inference.measure import planning
+from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
+from draftsmith.inference.measure.planning import (
+    Measured,
+    Setting,
+    drafter_of,
+    expected_tokens,
+    measure_undisturbed,
+    plan,
+    predict,
+)
+from draftsmith.inference.measure.prefilled import Prefilled, by_depth
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
 def accept_noise(monkeypatch):
     """Times of these tiny steps are not tested, however busy the machine is."""
-    monkeypatch.setattr(planner, "DISTURBED", float("inf"))
+    monkeypatch.setattr(planning, "DISTURBED", float("inf"))
 
 
 # A row's products 1 ms; a cached token of a row 1 µs, and 0.1 µs more for each node.
@@ -74,19 +85,18 @@ def test_no_speed_up_is_above_the_tokens_of_a_step(beyond):
 @pytest.mark.parametrize(("plains", "used"), [([10.0, 1.2], 1), ([0.1, 10.0, 0.9], 2), ([10.0, 4.0, 0.3], None)])
 def test_a_disturbed_plain_step_is_measured_again(monkeypatch, plains, used):
     """plains: times of a plain step, in those by the step costs. used: the measurement that counts; None: refused."""
-    monkeypatch.setattr(planner, "DISTURBED", 3.0)
+    monkeypatch.setattr(planning, "DISTURBED", 3.0)
     calculated, left = t(1, 260, 1), iter(plains)
 
-    def measure(*args):
+    def measure():
         return {("snapkv", 64): Measured([0.9], 0.0, 0.0, 0.0, (next(left) - 1) * calculated)}, 0.1
 
-    monkeypatch.setattr(planner, "measure", measure)
-    options = (None, measured_of(COSTS, (1,), (100, 300)), [[0] * 256], [("snapkv", 64)], 8)
+    options = measure, 256, calculated
     if used is None:
         with pytest.raises(ValueError, match="a plain step took 3.3 ms, .* it takes 11.1 ms, .* run again while"):
-            planner.measure_undisturbed(*options)
+            measure_undisturbed(*options)
     else:
-        found, _ = planner.measure_undisturbed(*options)
+        found, _ = measure_undisturbed(*options)
         assert found["snapkv", 64].per_plain == pytest.approx((plains[used] - 1) * calculated)
         assert len([*left]) == len(plains) - used - 1
 
@@ -158,9 +168,9 @@ def test_a_batch_that_was_read_once_goes_on_as_it_would(make_target):
     texts = [[(3 * n * n + row) % 61 for n in range(40)] for row in range(2)]
     expected = SpeculativeDecoder(target).generate(texts, 12, stop_ids=frozenset())
     batch = Prefilled(target, texts, 8)
-    drafter = planner.drafter_of(target, Setting("streamingllm", 16, 2))
+    drafter = drafter_of(target, Setting("streamingllm", 16, 2))
     step = batch.step(drafter)
-    with planner.engine_attention([target]):
+    with engine_attention([target]):
         for one in (batch.plain, step, batch.plain, step):
             committed = batch.run(one).committed
             assert batch.new_tokens * 2 <= sum(map(sum, committed)) < batch.new_tokens * 2 + 2 * 3
@@ -174,9 +184,11 @@ def test_steps_are_measured_at_lengths_and_batches(make_target, monkeypatch):
     target = make_target("llama", max_position_embeddings=4096)
     monkeypatch.setattr(costs, "step_costs", lambda *args: StepCosts({1: 0.011, 65: 0.075}))
     times = itertools.count()
-    monkeypatch.setattr(
-        costs, "_time", lambda step, cached: t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
-    )
+
+    def seconds(step, cached):
+        return t(step.rows, cached, step.drafter.num_nodes) + 1e-3 * (next(times) % 7)
+
+    monkeypatch.setattr(costs, "step_seconds", seconds)
     found = context_costs(target, [1000, 2000], [3])
     assert {*found.measured} == {(b, s, n) for b in (1, 3) for s in (128, 500, 1000, 1500, 2000) for n in (1, 5)}
     assert found.seconds(3, 1234, 4) == pytest.approx(t(3, 1234, 4)), "the shortest one of each"

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from draftsmith.benchmarks.intercept import PROCESSORS, intercepted
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine.budget import Choice
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.static_budget import StepSize
 from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
+from draftsmith.inference.measure.step_costs import StepClock
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels import cpu, tree_attention
@@ -95,7 +96,7 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
         if drafts == "medusa":
             heads = MedusaHeads.for_target(target, NUM_HEADS, 1, "shared")
             drafter = MedusaDrafter(heads, tree(64), target, [0.9 - 0.01 * path for path in range(63)])
-            drafter.chooses = True
+            drafter.clock = StepClock()
         else:
             drafter = EagleDrafter(Eagle.for_target(target, 3, "own", captured_layers=(0,)), target, (4, 2, 1))
         step = make_step(target, drafter, "greedy", 8)
@@ -107,10 +108,10 @@ def test_lengths_and_counts_compile_no_kernel_again(target, monkeypatch, drafts,
             step.begin(range(0, rows), [[1] * 5] * rows, [Sampling()] * rows)
             sizes = [0]
             if drafts == "medusa":
-                assert step.sizes is not None and len(step.sizes.choices) == 64
+                assert step.static_budget is not None and len(step.static_budget.choices) == 64
                 sizes = [*range(1, 65)] if rows in (1, 8) else [1, 7, 16, 33, 64]
             for nodes in sizes:
-                step.choice = Choice(nodes)
+                step.choice = StepSize(nodes)
                 step.run()
             for samplings in ([Sampling()], [Sampling(temperature=0.7, top_k=20, top_p=0.9)]):
                 step = make_step(target, drafter, sampling_mode, rows)

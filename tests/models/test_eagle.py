@@ -9,9 +9,9 @@ from made import llama3
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from draftsmith.inference.drafters.ranks import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention, joined_features
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places, unrolled_attention
 
 KINDS = {

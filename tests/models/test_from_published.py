@@ -9,8 +9,9 @@ from made import edit, write_eagle, write_heads
 from safetensors.torch import load_file, save_file
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.drafters.load import load_drafter, read_named
+from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
 from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.files import drafters

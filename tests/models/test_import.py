@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from draftsmith.inference import decode
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models import export, import_drafter
 from draftsmith.models.artifact import read_drafter

@@ -7,8 +7,8 @@ import torch
 from lossless_suite import NONE, STARTS
 from tiny_models import SPARSE, some_ids
 
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target
 

@@ -37,13 +37,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.engine import engine
 from draftsmith.inference.engine import step as stepping
-from draftsmith.inference.engine.budget import WHOLE
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import Runner, engine_attention
+from draftsmith.inference.engine.static_budget import WHOLE
 from draftsmith.inference.engine.step import Step
-from draftsmith.inference.evaluation.lossless import check_texts
+from draftsmith.inference.measure.lossless import check_texts
+from draftsmith.inference.measure.step_costs import StepClock
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Mode
@@ -155,7 +156,7 @@ def check_greedy(make_target: Callable[..., Target], make: MakeDrafter, *, own: 
     assert reasons["context"] and reasons["length"] and reasons["stop"] == stopped_inside, reasons
     for kind, rows in (("eager", 3), ("static", 1), ("static", 3), ("static, of several sizes", 3)):
         drafter = make(target)
-        drafter.chooses |= kind == "static, of several sizes"
+        drafter.clock = StepClock() if kind == "static, of several sizes" else None
         decoder = SpeculativeDecoder(target, drafter, static=kind != "eager")
         orders = [list(range(len(requests)))[::-1]]
         if (kind, rows) == ("static", 3):  # again, on the same buffers
@@ -251,7 +252,7 @@ def check_coupled(make_target: Callable[..., Target], make: MakeDrafter, *, own:
     for static, rows in itertools.product((False, True), (1, 4)):
         drafter = make(target)
         several_sizes = static and rows == 1
-        drafter.chooses |= several_sizes
+        drafter.clock = StepClock() if several_sizes else None
         decoder = SpeculativeDecoder(target, drafter, static=static)
         order = range(len(requests))[:: 1 if static else -1]
         results = decoder.serve([requests[number] for number in order], rows, mode="sample")
@@ -655,7 +656,7 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
     modes: tuple[Mode, ...] = ("greedy", "sample", "mss")
     for mode, static in itertools.product(modes, (False, True)):
         drafter = make(target)
-        drafter.chooses = True
+        drafter.clock = StepClock()
         shapes, propose = defaultdict(set), drafter.propose
 
         def proposed(state, drafter=drafter, propose=propose, shapes=shapes, static=static):
@@ -673,7 +674,7 @@ def check_static(make_target: Callable[..., Target], make: MakeDrafter) -> None:
             step.reset()
             step.begin(range(0, 2), STARTS[:2], [Sampling(seed=1), Sampling(seed=2, top_k=9)])
             if static and drafter.static:
-                for choice in (WHOLE, *(step.sizes.choices if step.sizes else ())):
+                for choice in (WHOLE, *(step.static_budget.choices if step.static_budget else ())):
                     step.choice = choice
                     simulate_capture(step)
             else:

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from training_runs import Killed, Runs, assert_same_files, metrics, write_recipe
 
 from draftsmith.inference import decode
-from draftsmith.inference.drafters.eagle import drafts as eagle_drafts
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_tree, simulate
-from draftsmith.inference.drafters.rollouts import Recorded, kept, record
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.rollouts import Recorded, eagle_drafts, kept, record
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, simulate
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle

@@ -26,6 +26,7 @@ from draftsmith.common.files import write_json
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
+from draftsmith.inference.measure import tree_search
 from draftsmith.models.files.identity import older_fingerprint
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.training import training_of
@@ -585,7 +586,7 @@ def report(whole, run_main):
     prompts = whole / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate, "SIZES", (2, 6, 12))
+        patch.setattr(tree_search, "SIZES", (2, 6, 12))
         assert run_main(calibrate.main, whole, "--nodes", "12")[0] == 0
     options = "--max-new-tokens 24 --baseline all --check-lossless --repeat 2 --show 1 --threads 1 --all-nodes".split()
     command = [whole, "--prompts", prompts, *options, "--report", whole]

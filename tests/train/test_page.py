@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from training_runs import before_call, metrics, write_recipe
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import best_tree, head_ranks
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import checkpoint, medusa

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from training_runs import metrics, write_recipe
 
 from draftsmith.common.recipe import read_recipe
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded

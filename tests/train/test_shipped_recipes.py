@@ -16,7 +16,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.evaluation import report
+from draftsmith.inference.measure import report, tree_search
 
 pytestmark = pytest.mark.whole_runs
 
@@ -33,8 +33,8 @@ every_recipe = pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.s
 def place(tmp_path, monkeypatch):
     """Where the commands run, and caches that hold nothing yet; few steps are timed, and no picture of a report is
     drawn. tests/hub does both as users do, for each family."""
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
-    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 4)
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 4)
     monkeypatch.setattr(report, "plot", lambda *_: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))

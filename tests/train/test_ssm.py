@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.inference import decode
-from draftsmith.inference.drafters.ranks import matched_answers, next_token_ranks
+from draftsmith.inference.measure.tree_statistics import matched_answers, next_token_ranks
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target
 from draftsmith.train import boosting, draft_vocabulary, ssm

@@ -9,6 +9,7 @@ from draftsmith.benchmarks import step_times as bench
 from draftsmith.benchmarks import typical
 from draftsmith.inference import calibrate
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure import tree_search
 from draftsmith.models.options import DECODERS
 
 LEAN = "eager, lean decoder"
@@ -40,8 +41,8 @@ def test_decode(run_decode, report_of, drafter, prompts, asked, decoder):
 
 def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeypatch):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4))
-    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 8)
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
+    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 8)
     common = "--decoder transformers --device cpu"
 
     def run(main, line):

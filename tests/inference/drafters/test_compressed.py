@@ -21,13 +21,13 @@ from transformers import DynamicCache
 from draftsmith.inference.drafters import compressed
 from draftsmith.inference.drafters.compressed import CompressedCache, CompressedDrafter, Selector, attention_scores
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.names import SELECTORS, check_name, compressed_of, draft_model_of, has_folder
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import step
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.target import cache_argument
 
 PROMPT = [(7 * n * n + 3 * n) % 61 for n in range(70)]
@@ -244,7 +244,7 @@ def test_acceptance_is_estimated_by_rank(make_target):
     target = make_target("llama")
     drafter, trees = CompressedDrafter(target, Selector("snapkv", 200), (2, 1)), []
     propose = drafter.propose
-    drafter.propose = lambda state: (trees.append(propose(replace(state, weighs=True))), trees[-1])[1]
+    drafter.propose = lambda state: (trees.append(propose(replace(state, needs_acceptance=True))), trees[-1])[1]
     SpeculativeDecoder(target, drafter).generate([PROMPT], 4, stop_ids=frozenset())
     best, second = compressed.BY_RANK[:2]
     expected = torch.tensor([[1.0, best, second, best * best, second * best]])

@@ -17,14 +17,14 @@ from tiny_models import SPARSE, perturbed, some_ids
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from draftsmith.inference.drafters import levels
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter, check_vocabulary
-from draftsmith.inference.drafters.levels import draw_children
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine import budget
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees import by_level as levels
+from draftsmith.inference.trees.by_level import draw_children
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.multi_step import IID, ONE_HOT, WITHOUT_REPLACEMENT
@@ -52,7 +52,7 @@ class Checked(KeepsTexts, DraftModelDrafter):
                 torch.testing.assert_close(mine[row, :, :count], right[0], atol=1e-4, rtol=1e-3)
 
     def propose(self, state):
-        tree = super().propose(replace(state, weighs=True))
+        tree = super().propose(replace(state, needs_acceptance=True))
         for row, text in self.texts.items():
             self.check_cache(row, len(text))
             if state.settings is None and tree.tokens.shape[1] == self.num_nodes:
@@ -340,7 +340,7 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
 
     def make(target):
         drafter = Watched(perturbed(target, 0.1), target, TREES[name])
-        drafter.costs, drafter.chooses = STEEP, True
+        drafter.costs = STEEP
         return drafter
 
     target = suite.phrases(make_target)
@@ -350,7 +350,6 @@ def test_trees_end_early_where_another_level_costs_more_than_it_gains(make_targe
     assert len(sizes) > 1 and set(sizes) <= levels, sizes
     sizes.clear()
     drafter = make(target)
-    drafter.chooses = False
     serve(target, drafter, static=True)
     assert set(sizes) == {make(target).num_nodes}, "static steps have one shape"
 
@@ -362,7 +361,7 @@ def test_multi_step_sampling_has_whole_trees(make_target):
     results = []
     for rows in (1, 3):
         drafter = DraftModelDrafter(perturbed(target), target, SPARSE)
-        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), rows == 1
+        drafter.costs = StepCosts({1: 1.0, 8: 1.1}) if rows == 1 else None
         results.append(SpeculativeDecoder(target, drafter, static=False).serve(requests, rows, mode="mss"))
     texts = [[(one.tokens, one.accepted, one.finish_reason) for one in each] for each in results]
     assert texts[0] == texts[1]

@@ -11,12 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate
-from draftsmith.inference.drafters import dynaspec, eagle
+from draftsmith.inference.drafters import dynaspec
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, draft_labels
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
@@ -97,10 +98,10 @@ def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts
 def test_calibration_counts_ranks_within_the_lists(stored, target, kind):
     tokens = torch.randint(1, target.vocab_size, (3, 60), generator=torch.Generator().manual_seed(1))
     supervised = torch.arange(60).expand(3, -1) >= 5
-    made = dynaspec.calibration(*read_drafter(str(stored[kind])))
+    made = calibrations.dynaspec(*read_drafter(str(stored[kind])))
     ranks = made.ranks(target, tokens, supervised)
     shortlist, base = dynaspec.read_parts(*read_drafter(str(stored[kind])))
-    whole = eagle.calibration(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
+    whole = calibrations.eagle(*base).ranks(target, tokens, supervised)[..., : made.max_depth]
     assert ranks.shape == whole.shape and torch.equal(ranks < 0, whole < 0)
     assert (ranks <= whole).logical_or(ranks == MAX_RANK).all() and (ranks < whole).any()
     assert (ranks[ranks != MAX_RANK] < shortlist.config.fewest).all(), "no more children than the shortest list holds"

@@ -14,13 +14,13 @@ from lossless_suite import NONE, STARTS
 from tiny_models import SPARSE
 
 from draftsmith.inference.drafters import eagle_layer
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import budget, engine, step
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.eagle import Eagle
@@ -310,7 +310,7 @@ def test_costs_end_trees(make_target, monkeypatch, tree):
 
     def make(target, kind=EagleDrafter):
         drafter = kind(fitted(target, make_target), target, TREES[tree])
-        drafter.costs, drafter.chooses = STEEP, True
+        drafter.costs = STEEP
         return drafter
 
     target = suite.phrases(make_target)
@@ -319,7 +319,6 @@ def test_costs_end_trees(make_target, monkeypatch, tree):
     for static, mode in ((True, "greedy"), (False, "mss")):
         sizes.clear()
         drafter = make(target, Watched)
-        drafter.chooses = not static
         serve(target, drafter, static=static, mode=mode, count=22)
         assert set(sizes) == {drafter.num_nodes}, (mode, sizes)
     suite.check_coupled(make_target, make, own=False)

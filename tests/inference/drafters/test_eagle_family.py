@@ -9,11 +9,10 @@ from draws import fixed_seed
 from faults import config, error_of, tensors, tree
 
 from draftsmith.common.files import write_json
-from draftsmith.inference import calibrate
-from draftsmith.inference.drafters import load
+from draftsmith.inference import calibrate, load
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.ranks import MAX_RANK
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.tree_statistics import MAX_RANK
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
@@ -73,7 +72,7 @@ def test_a_dynamic_tree_has_precedence(folder, target):
     write_json(folder / "tree.json", PATHS)
     _, drafter = load_drafter(str(folder), target)
     assert isinstance(drafter, EagleDrafter) and drafter.shape is None and drafter.num_nodes == 4
-    assert drafter.costs is not None and drafter.chooses and drafter.random
+    assert drafter.costs is not None and drafter.clock is not None and drafter.random
     write_json(folder / "tree.json", PATHS | DYNAMIC)
     _, drafter = load_drafter(str(folder), target)
     assert isinstance(drafter, EagleDrafter) and drafter.num_nodes == 8 and not drafter.random
@@ -90,7 +89,7 @@ def test_all_nodes(run_decode, folder, prompts, monkeypatch):
         code, _, err = run_decode(f"{folder} {options}")
         assert code == 0, err
         _, drafter = loaded.pop()
-        assert (drafter.costs is not None) == limited == drafter.chooses
+        assert (drafter.costs is not None) == limited == (drafter.clock is not None)
         assert limited or drafter.levels.deepest_run == 1
 
 

@@ -11,11 +11,14 @@ from faults import error_of
 
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.drafters.load import FAMILIES, load_drafter
-from draftsmith.inference.drafters.ranks import simulate
-from draftsmith.inference.engine import costs
+from draftsmith.inference.drafters.family import FAMILIES
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure import tree_search
+from draftsmith.inference.measure.calibrations import CALIBRATIONS
+from draftsmith.inference.measure.tree_statistics import simulate
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter, write_drafter
 
@@ -38,12 +41,13 @@ def written(tmp_path_factory, target, four_prompts):
 @pytest.fixture
 def family(monkeypatch):
     monkeypatch.setitem(FAMILIES, "toy", "toy_family")
+    monkeypatch.setitem(CALIBRATIONS, "toy", toy_family.calibration)
 
 
 def test_a_family_of_one_entry(run_main, run_decode, report_of, written, family, target, monkeypatch):
     """Calibrated and decoded with, alone and merged; the simulated τ is the engine's. Nothing else knows of it."""
     folder, prompts = written
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
     early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
     options = f"--prompts {prompts} --max-new-tokens 32 --device cpu"
@@ -70,7 +74,8 @@ def test_a_family_of_one_entry(run_main, run_decode, report_of, written, family,
 def test_a_family_without_a_tree(run_main, run_decode, written, family, monkeypatch):
     """Only its target's steps are timed, and a tree that nobody would read is refused."""
     folder, prompts = written
-    monkeypatch.delattr(toy_family, "calibration")
+    monkeypatch.delattr(toy_family, "HAS_TREE")
+    monkeypatch.delitem(CALIBRATIONS, "toy")
     monkeypatch.setattr(costs, "REMEASURE_SECONDS", 0.3)
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     code, out, err = run_main(calibrate.main, folder, "--device", "cpu")
@@ -120,7 +125,7 @@ def test_a_family_is_imported_when_it_is_needed():
     ask = """
 import sys
 from draftsmith.inference import calibrate
-from draftsmith.inference.drafters.load import FAMILIES
+from draftsmith.inference.drafters.family import FAMILIES
 assert not set(FAMILIES.values()) & set(sys.modules), "before any drafter is loaded"
 """
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)

@@ -8,9 +8,9 @@ import torch
 from tiny_models import noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, head_ranks
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, head_ranks
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.medusa import MedusaHeads

@@ -10,8 +10,8 @@ from draws import occurs
 from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
 from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 
@@ -315,7 +315,7 @@ def test_lossless_by_cost(make_target, monkeypatch):
 
     def make(target):
         drafter = NgramDrafter(target, depth=4, min_match=1)
-        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 9: 1.4, 27: 2.0}), True
+        drafter.costs = StepCosts({1: 1.0, 9: 1.4, 27: 2.0})
         return drafter
 
     lossless_suite.check_static(make_target, make)

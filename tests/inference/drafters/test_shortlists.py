@@ -13,13 +13,13 @@ from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
 from tiny_models import listed_tokens, random_shortlists, random_starts
 
-from draftsmith.inference.drafters.dynamic import DynamicShape
-from draftsmith.inference.drafters.eagle import EagleDrafter, drafts
-from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.rollouts import record
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.measure.rollouts import eagle_drafts, record
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
@@ -174,7 +174,7 @@ def test_on_the_targets_own_head(make_target, family):
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_recorded_probabilities_have_the_targets_scale(make_target, family):
     target = make_target(family)
-    made, tokens = drafts(untrained(target, "shared"), target), torch.tensor([[*range(5, 25)]])
+    made, tokens = eagle_drafts(untrained(target, "shared"), target), torch.tensor([[*range(5, 25)]])
     marks = torch.arange(20)[None] >= 6
     recorded = record(made, tokens, marks, 10)
     for k, rollout in enumerate(made.run(tokens, marks)):
@@ -194,7 +194,7 @@ def test_the_router_reads_what_it_is_trained_on(make_target, target, plain, kind
     results = decoded(target, drafter, 3, False)
     assert [result.tokens for result in results] == plain
     compared = Counter()
-    made = drafts(eagle, target, 3)
+    made = eagle_drafts(eagle, target, 3)
     assert (made.embedding_size, made.feature_size) == (head.config.embedding_size, head.config.feature_size)
     for row, (prompt, text) in enumerate(zip(PROMPTS, plain, strict=True)):
         tokens = torch.tensor([prompt + text])

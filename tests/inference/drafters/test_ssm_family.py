@@ -12,16 +12,17 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from draftsmith.common.files import write_json
 from draftsmith.inference import calibrate, decode
-from draftsmith.inference.calibrate import nodes_of, trees_by_size
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
-from draftsmith.inference.drafters import load, ssm
+from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.load import load_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ranks import MAX_RANK, best_trees, simulate_ensemble
 from draftsmith.inference.engine.answers import answer
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations, tree_search
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.measure.tree_search import nodes_of, trees_by_size
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_trees, simulate_ensemble
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, read_trees
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.target import Target
@@ -65,20 +66,20 @@ def ensemble(tmp_path, stored):
 
 def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, monkeypatch):
     """The trees, and the facts in tree.json; the simulated τ is that of the engine with these trees."""
-    monkeypatch.setattr(calibrate, "SIZES", (2, 4, 8))
+    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
     early = run_decode(f"{stored} --prompts {prompts}")
     assert early == (2, "", f"error: {stored}: has no tree.json yet; run: python inference/calibrate.py {stored}\n")
     refused = run_main(calibrate.main, stored, "--prompts", prompts, "--at-load", "--target", "nobody/nothing")
     message = f"--at-load is for draft heads; the nodes of '{stored}' follow from its trees: leave it out"
     assert refused == (2, "", f"error: {message}\n")
     options = f"--prompts {prompts} --max-new-tokens 32 {OPTIONS}"
-    monkeypatch.setattr(ssm.Ensemble, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
+    monkeypatch.setattr(calibrations, "pass_time", lambda *_: 0.01)  # the SSMs are as large as the target
     code, out, err = run_main(calibrate.main, stored, *options.split(), "--nodes", 12, "--seconds", 2)
     assert code == 0 and f"{stored / 'tree.json'}: 12 nodes (" in out, err
     tree = json.loads((stored / "tree.json").read_text())
     trees = read_trees(stored / "tree.json", 2)
     assert sum(map(len, tree["parts"])) == 11 and len(trees) == 2
-    calibration = ssm.calibration(*read_drafter(str(stored)))
+    calibration = calibrations.ssm(*read_drafter(str(stored)))
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     assert ranks.shape == (*text["tokens"].shape, 2, 8)
     outside = ~torch.isin(text["tokens"].long(), ids)
@@ -132,7 +133,7 @@ def _matched(folder, ids, text):
 def test_coverage_of_the_target_itself(target, text, tmp_path):
     """An SSM of all of the target's weights reproduces every answer; with little noise, some of them."""
     folder = write_ensemble(tmp_path / "same", target, [0.01, 0.01, 0.0], None)
-    calibration = ssm.calibration(*read_drafter(str(folder)))
+    calibration = calibrations.ssm(*read_drafter(str(folder)))
     assert calibration.facts is not None
     ranks = calibration.ranks(target, text["tokens"], text["supervised"])
     assert (ranks[:, :, 2] <= 0).all() and (ranks[:, :, :2] > 0).any()

@@ -10,11 +10,11 @@ from lossless_suite import CaptureSimulation, check_apart, record_begins, simula
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import engine
+from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.engine.step import Step
-from draftsmith.inference.engine.turns import serve_conversations
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.medusa import MedusaHeads

@@ -15,27 +15,15 @@ from tiny_models import PATHS, RATES, noisy_heads
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.budget import (
-    FEWEST,
-    LATEST_OF_SIZE,
-    RETIMED,
-    RETRY,
-    REVIEW,
-    REVIEWS,
-    ROOT,
-    STEPS,
-    WHOLE,
-    Budget,
-    Choice,
-    Sizes,
-)
-from draftsmith.inference.engine.costs import StepCosts
+from draftsmith.inference.engine.budget import FEWEST, RETRY, REVIEW, REVIEWS, STEPS, Budget
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.static_budget import LATEST_OF_SIZE, RETIMED, ROOT, WHOLE, StaticBudget, StepSize
 from draftsmith.inference.engine.step import why_no_graph
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.step_costs import StepClock, StepCosts
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 
@@ -45,7 +33,7 @@ PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12], [21, 6
 def drafter_of(target, acceptances=RATES):
     """Heads near the LM head, which the random target's own text agrees with now and then."""
     drafter = MedusaDrafter(noisy_heads(target, 0.1, "shared", seed=2), Topology(PATHS), target, acceptances)
-    drafter.chooses = True
+    drafter.clock = StepClock()
     return drafter
 
 
@@ -108,7 +96,7 @@ def test_the_nodes_of_highest_speed_are_kept(rows, cached):
         costs = StepCosts({1: 1.0, 4: 1 + 3 * slope, 60: 1 + 30 * slope}, per_key=1e-6, per_key_and_node=1e-6)
         active = [True] * rows if case % 2 else [row != 1 for row in range(rows)]
         acceptance = [[1.0, *(rng.random() ** 3 for _ in range(11))] for _ in range(rows)]
-        chooses = Budget(costs.seconds, rows, [False], 4, 12)
+        chooses = Budget(costs.seconds, rows, [False], 4, 12, costs.now)
         chooses.start([cached] * rows, active)
         found = chooses.keep(torch.tensor(acceptance))
         own = [sorted(row, reverse=True) for row, is_active in zip(acceptance, active, strict=True) if is_active]
@@ -172,7 +160,7 @@ def test_estimates_are_corrected_by_the_text():
 
 def test_a_text_teaches_itself_first():
     """A new text begins with what all texts showed, and then has its own factors; rows do not share theirs."""
-    learns = Budget(StepCosts({1: 1.0, 8: 1.5}).seconds, 2, [False], 3, 4)
+    learns = Budget(StepCosts({1: 1.0, 8: 1.5}).seconds, 2, [False], 3, 4, float)
     learns.begin(slice(0, 2))
     for _ in range(60):
         learns.start([9, 9], [True, True])
@@ -250,19 +238,19 @@ def test_costs_of_a_bad_moment_are_measured_again(make_target):
     for costs, times in ((slow, 1), (right, 0), (StepCosts({1: 50.0, 8: 500.0}), 0)):
         asked.clear()
         drafter = NgramDrafter(target)
-        drafter.chooses, drafter.costs = True, costs
+        drafter.costs = costs
         decoder = SpeculativeDecoder(target, drafter)
         decoder.generate([[5, 6, 7]], 3 * REVIEW, stop_ids=frozenset())
         assert len(asked) == times
         assert drafter.costs is (right if times else costs)
-    budget = Budget(slow.seconds, 1, [False], 4, 8)
+    budget = Budget(slow.seconds, 1, [False], 4, 8, slow.now)
     for _ in range(REVIEW + 1):
         budget.start([100], [True])
         budget.ran(1, 1e-3)
-    assert budget.misjudged and budget.table[0] < 1e-2
+    assert budget.costs_stale and budget.table[0] < 1e-2
     budget.measured_again(right.seconds)
     budget.start([100], [True])
-    assert not budget.misjudged and budget.table[0] == pytest.approx(1e-4)
+    assert not budget.costs_stale and budget.table[0] == pytest.approx(1e-4)
 
 
 def test_of_a_merge_the_cheap_drafter_comes_first():
@@ -340,7 +328,7 @@ def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
         else:
             members = {name: make(target) for name, make in makers.items()}
             drafter = MergedDrafter(members | {"ngram": NgramDrafter(target, depth=4, min_match=1)}, target, 16)
-        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
+        drafter.costs = StepCosts({1: 1.0, 8: 1.1})
         return drafter
 
     check_coupled(make_target, make, own=False)
@@ -387,7 +375,7 @@ def test_a_skipped_step_changes_no_later_draft(make_target, monkeypatch, kind, r
             drafter = MergedDrafter(members, target, 16)
         else:
             drafter = recorded(make(kind))
-        drafter.costs, drafter.chooses = StepCosts({1: 1.0, 8: 1.1}), True
+        drafter.costs = StepCosts({1: 1.0, 8: 1.1})
         requests = [Request(start, 50, stop_ids=frozenset()) for start in STARTS]
         with monkeypatch.context() as patch:
             answer_at_random(patch)
@@ -401,8 +389,7 @@ def test_a_request_bounds_its_trees(make_target, kind):
     """And those beside it, until its text ends; the texts stay."""
     target = make_target("llama")
     drafter = heads_of(target)
-    drafter.costs, drafter.chooses = (StepCosts({1: 1.0, 64: 1.0}), True) if kind != "all nodes" else (None, False)
-    drafter.chooses |= kind == "static"
+    drafter.costs = StepCosts({1: 1.0, 64: 1.0}) if kind != "all nodes" else None
     decoder = SpeculativeDecoder(target, drafter, static=kind == "static")
     plain = SpeculativeDecoder(target)
     for bounds, rows in (([None, 0, 3, None], 1), ([None, 0], 2), ([3, 9], 2)):
@@ -434,7 +421,7 @@ def test_bounds_that_cannot_be_kept(make_target):
         with pytest.raises(ValueError, match="prompt 1: max_draft_nodes bounds trees of several sizes: .*; leave it"):
             decoder.generate([[5]], 3, mode=mode, max_draft_nodes=4)
     static = SpeculativeDecoder(target, drafter := heads_of(target), static=True)
-    drafter.chooses = False
+    drafter.clock = None
     with pytest.raises(ValueError, match="unless all nodes are asked for"):
         static.generate([[5]], 3, max_draft_nodes=4)
 
@@ -452,7 +439,7 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         truth = greedy_texts(target, PROMPTS, 14)
     else:
         truth = [SpeculativeDecoder(target).serve([request], 1, mode=mode)[0].tokens for request in requests]
-    order = itertools.cycle(map(Choice, (1, 8, 12, 8, 12, 1)))
+    order = itertools.cycle(map(StepSize, (1, 8, 12, 8, 12, 1)))
     chosen, shapes = [], []
 
     def choose(sizes, most):
@@ -460,7 +447,7 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         chosen.append(next(order))
         return chosen[-1]
 
-    monkeypatch.setattr(Sizes, "choose", choose)
+    monkeypatch.setattr(StaticBudget, "choose", choose)
     drafter = drafter_of(target)
     absorb = drafter.absorb
 
@@ -487,8 +474,11 @@ def test_texts_do_not_depend_on_the_sizes(make_target, greedy_texts, monkeypatch
         assert {choice.nodes for _, choice in step._graphs} == {1, 8, 12} and "cuda graph" in decoder.execution
     else:
         assert shapes == [choice.nodes for choice in chosen]
-    assert all(0 < (times.shortest or 0) < 60 for times in step.sizes.seconds.values()) and len(step.sizes.seconds) == 3
-    assert step.sizes.sets[None].factor != 1.0, "what steps committed is recorded"
+    assert (
+        all(0 < (times.shortest or 0) < 60 for times in step.static_budget.seconds.values())
+        and len(step.static_budget.seconds) == 3
+    )
+    assert step.static_budget.sets[None].factor != 1.0, "what steps committed is recorded"
     assert {nodes for one in counted for nodes in one} == {0, 7, 11}, "proposed nodes are counted"
 
 
@@ -496,8 +486,8 @@ def test_trees_of_each_size(make_target):
     """The likeliest paths, and the sums of their acceptance probabilities."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
     decoder.generate([[5]], 40, stop_ids=frozenset())
-    known = decoder._step.sizes.sets[None]
-    assert known.choices == [Choice(1), Choice(8), Choice(12)]
+    known = decoder._step.static_budget.sets[None]
+    assert known.choices == [StepSize(1), StepSize(8), StepSize(12)]
     # 1, the seven likeliest paths: .6 .3 .2 .2 .1 .1 .1, all.
     assert known.expected == pytest.approx([1.0, 2.6, 2.74], abs=1e-3)
 
@@ -507,16 +497,16 @@ def test_other_modes_have_one_size(make_target, mode):
     """A seed's text must not depend on what steps cost."""
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
     decoder.generate([[5, 6]], 4, mode=mode, sampling=Sampling(seed=1))
-    assert decoder._step.sizes is None and decoder._step.budget is None and decoder._step.choice == WHOLE
+    assert decoder._step.static_budget is None and decoder._step.budget is None and decoder._step.choice == WHOLE
 
 
 def test_all_nodes_can_be_asked_for(target, drafter):
     for all_nodes in (True, False):
         _, loaded = load_drafter(str(drafter), target=target, all_nodes=all_nodes)
-        assert loaded.chooses != all_nodes
+        assert (loaded.costs is None) == (loaded.clock is None) == all_nodes
         decoder = SpeculativeDecoder(target, loaded, static=True)
         (result,) = decoder.generate([[5, 6]], 8, stop_ids=frozenset())
-        assert not all_nodes or (decoder._step.sizes is None and result.drafted == 5 * len(result.accepted))
+        assert not all_nodes or (decoder._step.static_budget is None and result.drafted == 5 * len(result.accepted))
 
 
 def test_observed_steps_have_all_nodes(make_target):
@@ -524,7 +514,7 @@ def test_observed_steps_have_all_nodes(make_target):
     decoder = SpeculativeDecoder(target := make_target("llama"), drafter_of(target), static=True)
     (result,) = decoder.generate([[5, 6]], 12, stop_ids=frozenset(), observe=lambda *_: None)
     assert result.drafted == 11 * len(result.accepted) and all(
-        each.shortest is None for each in decoder._step.sizes.seconds.values()
+        each.shortest is None for each in decoder._step.static_budget.seconds.values()
     )
 
 
@@ -538,7 +528,7 @@ class Static:
         for choice in seconds:
             if choice != ROOT:
                 counts.setdefault(choice.alone, [1]).append(choice.nodes)
-        self.sizes, self.counts, self.unread = Sizes(counts), counts, None
+        self.sizes, self.counts, self.unread = StaticBudget(counts), counts, None
         self.chosen, self.time, self.tokens = [], 0.0, 0
 
     def run(self, accepted, steps):
@@ -565,7 +555,7 @@ class Static:
 def test_the_size_with_the_most_tokens_per_second(share, best):
     """Drafts are accepted ``share`` times as often as estimated; at 0 hardly any step drafts."""
     expected = {1: 1.0, 8: 1.7, 64: 2.4}
-    sizes, rng = Sizes(list(expected)), random.Random(0)
+    sizes, rng = StaticBudget(list(expected)), random.Random(0)
     chosen = []
     for _ in range(4000):
         choice = sizes.choose()
@@ -588,9 +578,9 @@ def test_the_size_with_the_most_tokens_per_second(share, best):
 # Times of an H200 in steps of the root alone: heads (0), n-grams (1), and both.
 OF_SIZE = {
     ROOT: 1.0,
-    **{Choice(nodes): seconds for nodes, seconds in ((8, 1.62), (16, 1.66), (32, 1.7), (40, 1.72))},
-    **{Choice(nodes, 0): seconds for nodes, seconds in ((8, 1.25), (16, 1.27), (32, 1.3))},
-    **{Choice(nodes, 1): seconds for nodes, seconds in ((8, 1.2), (16, 1.22))},
+    **{StepSize(nodes): seconds for nodes, seconds in ((8, 1.62), (16, 1.66), (32, 1.7), (40, 1.72))},
+    **{StepSize(nodes, 0): seconds for nodes, seconds in ((8, 1.25), (16, 1.27), (32, 1.3))},
+    **{StepSize(nodes, 1): seconds for nodes, seconds in ((8, 1.2), (16, 1.22))},
 }
 
 
@@ -616,16 +606,16 @@ def test_a_merge_leaves_out_the_drafter_that_costs_more_than_it_brings(seed):
 @pytest.mark.parametrize(
     ("accepted", "best"),
     [
-        ({None: 1.25, 0: 1.2, 1: 0.1}, Choice(32, 0)),
+        ({None: 1.25, 0: 1.2, 1: 0.1}, StepSize(32, 0)),
         ({None: 0.0, 0: 0.0, 1: 0.0}, ROOT),
         ({None: 0.3, 0: 0.1, 1: 0.1}, ROOT),
-        ({None: 3.0, 0: 1.2, 1: 0.1}, Choice(40)),
+        ({None: 3.0, 0: 1.2, 1: 0.1}, StepSize(40)),
     ],
 )
 def test_trials_take_two_percent_of_the_time(accepted, best):
     """Beside the best choice in all steps, the first ones included; also where a drafter takes as long as ten steps."""
     for slow in (1.0, 6.0):
-        slowed = [each for each in OF_SIZE if each.alone is None and each != ROOT and best != Choice(40)]
+        slowed = [each for each in OF_SIZE if each.alone is None and each != ROOT and best != StepSize(40)]
         seconds = {each: time * (slow if each in slowed else 1.0) for each, time in OF_SIZE.items()}
         merge, alone = Static(seconds), Static(seconds)
         merge.run(accepted, 12000)
@@ -636,7 +626,7 @@ def test_trials_take_two_percent_of_the_time(accepted, best):
 
 
 def test_ngrams_alone_are_hardly_slower_than_plain_decoding():
-    steps = Static({ROOT: 1.0, Choice(8): 1.2, Choice(16): 1.22, Choice(21): 1.24})
+    steps = Static({ROOT: 1.0, StepSize(8): 1.2, StepSize(16): 1.22, StepSize(21): 1.24})
     steps.run({None: 0.05}, 12000)
     # A step takes 1 to 1.02: 1.01 on average.
     assert steps.tokens / steps.time * 1.01 > 0.98
@@ -652,7 +642,7 @@ def test_no_choice_exceeds_the_bound():
 
 def test_a_size_that_was_slow_for_a_while_is_tried_again():
     """Its times were of long texts, or of a moment in which something else ran."""
-    expected, chosen, sizes = {1: 1.0, 8: 1.7, 16: 2.4}, list[int](), Sizes([1, 8, 16])
+    expected, chosen, sizes = {1: 1.0, 8: 1.7, 16: 2.4}, list[int](), StaticBudget([1, 8, 16])
     for step in range(1000):
         chosen.append((choice := sizes.choose()).nodes)
         sizes.timed(choice, {1: 1.0, 8: 1.1, 16: 1.2}[choice.nodes] * (3 if step < 40 and choice.nodes == 16 else 1))
@@ -663,31 +653,31 @@ def test_a_size_that_was_slow_for_a_while_is_tried_again():
 
 def test_times_follow_the_texts():
     """Steps take longer as texts grow, or as something else runs: the latest times count."""
-    sizes = Sizes([1, 8])
+    sizes = StaticBudget([1, 8])
     for nodes, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (8, 1.2), (8, 1.1), (8, 1.3)):
-        assert sizes.choose() == Choice(nodes)
-        sizes.timed(Choice(nodes), seconds)
-        sizes.committed(Choice(nodes), [2], [[1.0, 1.6]])
-    assert sizes.choose() == Choice(8)
+        assert sizes.choose() == StepSize(nodes)
+        sizes.timed(StepSize(nodes), seconds)
+        sizes.committed(StepSize(nodes), [2], [[1.0, 1.6]])
+    assert sizes.choose() == StepSize(8)
     for _ in range(LATEST_OF_SIZE):
-        sizes.timed(Choice(8), 3.0)
-    assert sizes.seconds[Choice(8)].shortest == 3.0 and sizes.choose() == ROOT
+        sizes.timed(StepSize(8), 3.0)
+    assert sizes.seconds[StepSize(8)].shortest == 3.0 and sizes.choose() == ROOT
     sizes.steps += RETRY + 1
-    sizes.timed(Choice(8), 5.0)  # times from before a break count no more
-    assert sizes.seconds[Choice(8)].shortest == 5.0
+    sizes.timed(StepSize(8), 5.0)  # times from before a break count no more
+    assert sizes.seconds[StepSize(8)].shortest == 5.0
 
 
 def test_the_factor_stays_in_its_range():
-    sizes = Sizes([1, 4])
+    sizes = StaticBudget([1, 4])
     known = sizes.sets[None]
     for _ in range(500):
-        sizes.committed(Choice(4), [4, 4], [[1.0, 1.5]] * 2)
+        sizes.committed(StepSize(4), [4, 4], [[1.0, 1.5]] * 2)
     assert known.factor == 2.0
     for _ in range(500):
-        sizes.committed(Choice(4), [1], [[1.0, 1.5]])
+        sizes.committed(StepSize(4), [1], [[1.0, 1.5]])
     assert known.factor == pytest.approx(0, abs=1e-2)
     sizes.committed(ROOT, [9], [[1.0, 1.0]])
-    sizes.committed(Choice(4), [0, -1], [[1.0, 1.5]] * 2)
+    sizes.committed(StepSize(4), [0, -1], [[1.0, 1.5]] * 2)
     assert known.factor == pytest.approx(0, abs=1e-2), "no text, or not finite"
 
 
@@ -707,11 +697,11 @@ def test_texts_do_not_depend_on_the_drafters_that_are_asked(make_target, monkeyp
         chosen.add(choice.alone if choice != ROOT else "root")
         return choice
 
-    monkeypatch.setattr(Sizes, "choose", choose)
+    monkeypatch.setattr(StaticBudget, "choose", choose)
 
     def make(target):
         drafter = merge_of(target, kind, make_target)
-        drafter.chooses = True
+        drafter.clock = StepClock()
         return drafter
 
     check_greedy(make_target, make, own=False)
@@ -740,17 +730,17 @@ def test_a_drafter_left_out_of_static_steps_keeps_up(make_target, monkeypatch, k
             each.propose = proposed
             if not lazy:
                 each.skip = proposed
-        drafter.chooses = True
+        drafter.clock = StepClock()
         rng = random.Random(5)
 
         def choose(sizes, most, asked=asked, rng=rng):
-            asked.append(rng.choice((WHOLE, Choice(0, 0), Choice(0, 1), Choice(0, 1), ROOT, ROOT)))
+            asked.append(rng.choice((WHOLE, StepSize(0, 0), StepSize(0, 1), StepSize(0, 1), ROOT, ROOT)))
             return asked[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(Sizes, "choose", choose)
-            patch.setattr(Sizes, "timed", lambda *_: None)
-            patch.setattr(Sizes, "committed", lambda *_: None)
+            patch.setattr(StaticBudget, "choose", choose)
+            patch.setattr(StaticBudget, "timed", lambda *_: None)
+            patch.setattr(StaticBudget, "committed", lambda *_: None)
             requests = [Request(start, 50, stop_ids=frozenset()) for start in STARTS]
             SpeculativeDecoder(target, drafter, static=True).serve(requests, rows)
         trees[lazy] = its

@@ -15,17 +15,18 @@ from lossless_suite import CaptureSimulation, caches, simulate_capture
 from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import runner
-from draftsmith.inference.engine.budget import Choice
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import engine_attention, find_lean
+from draftsmith.inference.engine.static_budget import StepSize
 from draftsmith.inference.engine.step import Step
+from draftsmith.inference.measure.step_costs import StepClock
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.inference.verify.verify import MODES, Mode
@@ -127,16 +128,16 @@ def test_products_are_measured_for_steps_alone_and_in_order(make_target, monkeyp
     asked.clear()
     for rows in (1, 2):
         drafter = MedusaDrafter(heads, Topology(PATHS), target, RATES)
-        drafter.chooses = True
+        drafter.clock = StepClock()
         step = Step(target, drafter, "greedy", rows, 96, static=True)
         with torch.inference_mode(), engine_attention([target]):
             step.reset()
             step.begin(range(0, rows), [[5, 7, 11, 13, 2]] * rows, [Sampling()] * rows)
             assert asked and not any(measured for _, measured in asked), "a prompt is no step"
             asked.clear()
-            step.choice = Choice(12)
+            step.choice = StepSize(12)
             step.warm_up()
-            assert step.choice == Choice(12)
+            assert step.choice == StepSize(12)
         order = list(dict.fromkeys(asked))
         of_heads = (3 * rows, True)  # three heads on the shared LM head, from the first tree that has drafts
         assert [each for each in order if each != of_heads] == [(nodes * rows, True) for nodes in (1, 8, 12)]

@@ -10,7 +10,7 @@ from draftsmith.inference.engine import runner as running
 from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
-from draftsmith.inference.evaluation.timing import PhaseTimes
+from draftsmith.inference.measure.timing import PhaseTimes
 from draftsmith.models.target import Target
 
 NONE = frozenset()

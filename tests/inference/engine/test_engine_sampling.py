@@ -8,7 +8,7 @@ from tiny_models import noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.evaluation.lossless import check_distribution
+from draftsmith.inference.measure.lossless import check_distribution
 from draftsmith.inference.verify import verify as modes
 from draftsmith.inference.verify.sampling import Rows, Sampling, Settings
 from draftsmith.inference.verify.tree import Topology

@@ -22,7 +22,7 @@ class BigramDrafter(Drafter):
     """Counts the bigrams of each row's text and drafts by these counts from six sevenths of the vocabulary, in trees of
     2 to 6 nodes; the size depends on the tokens committed before."""
 
-    num_nodes, max_depth, branching, static, weighs = len(PARENTS), 3, 2, True, False
+    num_nodes, max_depth, branching, static, has_acceptance = len(PARENTS), 3, 2, True, False
 
     def __init__(self, target):
         self.vocabulary, self.device = target.vocab_size, target.device

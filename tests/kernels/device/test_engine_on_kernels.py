@@ -5,10 +5,10 @@ import pytest
 import torch
 from draws import occurs
 
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import kernel_weight

@@ -8,14 +8,15 @@ import torch
 from launches import Launches
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.dynamic import DynamicShape
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.budget import ROOT, WHOLE, Choice
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.static_budget import ROOT, WHOLE, StepSize
+from draftsmith.inference.measure.step_costs import StepClock
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -88,7 +89,7 @@ def medusa_of_rates(target):
 
 
 def choosing(drafter):
-    drafter.chooses = True
+    drafter.clock = StepClock()
     return drafter
 
 
@@ -98,9 +99,9 @@ def choosing(drafter):
     [
         (lambda target: choosing(NgramDrafter(target)), ROOT, (lambda target: None, WHOLE), 2),
         (merge, ROOT, (lambda target: None, WHOLE), 2),
-        (merge, Choice(8, 0), (medusa_of_rates, Choice(8)), 5),
-        (merge, Choice(5, 0), (medusa_of_rates, Choice(5)), 5),
-        (medusa_of_rates, Choice(5), (medusa, WHOLE), 4),
+        (merge, StepSize(8, 0), (medusa_of_rates, StepSize(8)), 5),
+        (merge, StepSize(5, 0), (medusa_of_rates, StepSize(5)), 5),
+        (medusa_of_rates, StepSize(5), (medusa, WHOLE), 4),
     ],
 )
 def test_what_is_left_out_launches_next_to_nothing(of_layers, drafter, choice, than, most, mode):

@@ -11,8 +11,8 @@ SETTLED = 0.01  # timing ends when no cost fell by more in the last two rounds w
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Measured costs.
+class SearchCosts:
+    """Measured costs of steps.
 
     noise: the largest share by which the cost of a size still timed fell in the last rounds; None if they were too few.
     """
@@ -23,12 +23,12 @@ class Costs:
     runs: list[int]  # of each size, those of a round that time ended too
 
 
-def race(
+def timed_search(
     run: Callable[[int, int], Sequence[float]],
     taus: Sequence[float],
     time_is_up: Callable[[], bool],
     cheaper: Sequence[Sequence[int]] | None = None,
-) -> Costs:
+) -> SearchCosts:
     """Time the steps of all sizes in turn, in rounds, until the costs no longer fall or time is up.
 
     Other work on the machine can only add to a step's time, so the minimum over rounds counts. A size is skipped while
@@ -57,7 +57,7 @@ def race(
             if size > 1 and tau < share * best * bound:
                 continue
             if costs[min(1, len(taus) - 1)] < math.inf and time_is_up():
-                return Costs(costs, number, noise, runs)
+                return SearchCosts(costs, number, noise, runs)
             for step, seconds in enumerate(run(size, turn)):
                 fastest[size][turn, step] = min(seconds, fastest[size].get((turn, step), math.inf))
             runs[size] += 1
@@ -68,4 +68,4 @@ def race(
             noise = round(max(history[-1 - 2 * TIMED_PROMPTS][size] / costs[size] - 1 for size in racing), 4)
             if noise <= SETTLED:
                 break
-    return Costs(costs, len(history), noise, runs)
+    return SearchCosts(costs, len(history), noise, runs)

@@ -10,9 +10,9 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import Runner
-from draftsmith.inference.evaluation import lossless
-from draftsmith.inference.evaluation.lossless import check_texts
-from draftsmith.inference.evaluation.report import exactness
+from draftsmith.inference.measure import lossless
+from draftsmith.inference.measure.lossless import check_texts
+from draftsmith.inference.measure.report import exactness
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.kernels import cpu
 from draftsmith.kernels.coupled import gumbel

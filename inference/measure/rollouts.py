@@ -8,13 +8,19 @@ chooses from, e width of embeddings, d of hidden states.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.ranks import LOGITS, MAX_RANK, draft_labels
-from draftsmith.models.shortlist import ShortlistHead, head_rows_of
+from draftsmith.inference.drafters.eagle import check_context, to_target
+from draftsmith.inference.drafters.shortlists import after_head_of
+from draftsmith.inference.measure.tree_statistics import LOGITS, MAX_RANK, draft_labels
+from draftsmith.models.eagle import Eagle, marked_places
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead, head_rows_of
+from draftsmith.models.target import Target
 
 BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
 
@@ -109,11 +115,11 @@ def record(
 
 
 @dataclass(frozen=True)
-class Kept:
+class Coverage:
     """What shortlists keep of a whole LM head, by depth.
 
-    ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.drafters.ranks.head_ranks`; a label not among the R
-        recorded tokens counts as missed.
+    ranks: ``[B, T, K]`` int64 as :func:`~draftsmith.inference.measure.tree_statistics.head_ranks`; a label not among
+        the R recorded tokens counts as missed.
     """
 
     ranks: Tensor
@@ -124,7 +130,7 @@ class Kept:
 
 
 @torch.no_grad()
-def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, chunk: int = 512) -> Kept:
+def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, chunk: int = 512) -> Coverage:
     """Apply shortlists to what was recorded, each node having its own; None: the whole head."""
     device = next(embed.parameters()).device
     columns = list[Tensor]()
@@ -154,4 +160,32 @@ def kept(recorded: Recorded, embed: nn.Module, shortlist: ShortlistHead | None, 
     ranks[recorded.begins] = torch.stack(columns, 1)
     tokens, dropped, top1, top10, count = sums.clamp(min=1e-9)
     shares = tokens / count, top1 / count, top10 / count, dropped / (tokens + dropped)
-    return Kept(ranks, *([round(float(x), 4) for x in share] for share in shares))
+    return Coverage(ranks, *([round(float(x), 4) for x in share] for share in shares))
+
+
+def eagle_drafts(eagle: Eagle, target: Target, depth: int = DEPTHS) -> Drafts:
+    """A drafter as shortlists are made for it; the router reads what the layer reads, so both can run at once."""
+    to_target(eagle, target)
+    head, embed = eagle.draft_head(target.lm_head), eagle.embeddings(target.embeddings)
+    dtypes = eagle.fc.weight.dtype, next(head.parameters()).dtype
+
+    def run(tokens: Tensor, supervised: Tensor) -> Iterator[Rollout]:
+        rows, begins = tokens.to(target.device).long(), F.pad(supervised[:, 1:], (0, 1))
+        places = marked_places(begins)  # [B, P]
+        begun = begins.gather(1, places).to(rows.device)
+        places = places.to(rows.device)
+        features = target.features(rows, eagle.config.captured_layers).to(dtypes[0])
+        following = F.pad(rows, (0, depth))
+        for k, (hidden, out) in enumerate(eagle.unroll_pairs(features, embed, rows, depth, chosen=places)):
+            yield Rollout(following.gather(1, places + k + 1)[begun], hidden[begun], out[begun].to(dtypes[1]))
+
+    after_head = after_head_of(target) if eagle.config.projection == "shared" else None
+    sizes = eagle.config.hidden_size, eagle.config.hidden_size
+    return Drafts(run, embed, head, eagle.draft_vocab, *sizes, after_head, depth)
+
+
+def open_eagle_drafts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor], target: Target) -> Drafts:
+    """A drafter's folder as shortlists are made for it (train/dynaspec.py)."""
+    eagle = Eagle.from_artifact(config, weights, str(folder))
+    check_context(eagle, target, str(folder))
+    return eagle_drafts(eagle, target)

@@ -19,11 +19,11 @@ from tiny_models import noisy_heads, perturbed
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step, on_device
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.models.target import Target
@@ -103,7 +103,7 @@ def merge(kind: str, costs: StepCosts | None = None, nodes: int = 40):
             "a draft model and n-grams": lambda: {"draft": draft_model(target, 1, [2, 1, 1]), "ngram": ngram},
         }
         drafter = MergedDrafter(members[kind](), target, nodes)
-        drafter.costs, drafter.chooses = costs, costs is not None
+        drafter.costs = costs
         return drafter
 
     return make
@@ -130,7 +130,7 @@ def test_lossless_by_cost(make_target):
     def deeper(target):  # than the heads, which draft three tokens
         ngram = NgramDrafter(target, depth=5, min_match=1)
         drafter = MergedDrafter({"heads": heads(target), "ngram": ngram}, target, 12)
-        drafter.costs, drafter.chooses = COSTS, True
+        drafter.costs = COSTS
         return drafter
 
     check_greedy(make_target, deeper, own=False)

@@ -7,11 +7,11 @@ import pytest
 from browser import luminances, open_page
 
 from draftsmith.inference import decode
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation.page import render_pages, tree_picture
-from draftsmith.inference.evaluation.trace import acceptance_by_ranks, trace, traced
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.page import render_pages, tree_picture
+from draftsmith.inference.measure.trace import acceptance_by_ranks, trace, traced
 from draftsmith.inference.verify.sampling import Sampling
 
 TARGET = "models/tiny-lm"
@@ -231,7 +231,7 @@ def test_what_was_measured_is_written_first(run_decode, tmp_path, monkeypatch):
     def fails(*_):
         raise ValueError("no more")
 
-    monkeypatch.setattr("draftsmith.inference.evaluation.page.render_pages", fails)
+    monkeypatch.setattr("draftsmith.inference.measure.page.render_pages", fails)
     line = f"ngram --target {TARGET} --prompt x --raw --max-new-tokens 4 --baseline none --report {tmp_path}"
     with pytest.raises(ValueError, match="no more"):  # one of ours would be a line, see test_decode
         run_decode(line)

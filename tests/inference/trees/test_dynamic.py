@@ -10,12 +10,12 @@ import torch
 from draws import occurs
 
 from draftsmith.inference import calibrate
-from draftsmith.inference.calibrate import COMPARED_TOKENS, SHAPES, Compared
-from draftsmith.inference.drafters import eagle
-from draftsmith.inference.drafters.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure import calibrations, tree_calibration, tree_search
+from draftsmith.inference.measure.tree_search import COMPARED_TOKENS, SHAPES, ComparedTree, Watch, compare_dynamic
+from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
 from draftsmith.inference.verify.tree import chain, one_hot_draws
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.artifact import read_drafter, write_drafter
@@ -272,9 +272,9 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
 
     def compare(target, drafters, texts, watch, lean):
         found.append([drafter.num_nodes for drafter in drafters])
-        return [Compared(shape, 1.5, speed) for shape, speed in zip(SHAPES, speeds, strict=True)]
+        return [ComparedTree(shape, 1.5, speed) for shape, speed in zip(SHAPES, speeds, strict=True)]
 
-    monkeypatch.setattr(calibrate, "compare", compare)
+    monkeypatch.setattr(tree_calibration, "compare_dynamic", compare)
     options = ("--prompts", prompts, "--max-new-tokens", 24, "--seconds", 1, "--device", "cpu")
     code, out, err = run_main(calibrate.main, folder, *options)
     assert code == 0, err
@@ -295,24 +295,24 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
 def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     target = load_target(read_drafter(str(folder))[1]["target"]["name_or_path"], device="cpu", dtype="float32")
     _, config, weights = read_drafter(str(folder))
-    decoding = eagle.calibration(folder, config, weights).decoding
+    decoding = calibrations.eagle(folder, config, weights).decoding
     assert decoding is not None
-    monkeypatch.setattr(calibrate, "SHAPES", (DynamicShape(30, 1, 31), DynamicShape(60, 2, 121)))
+    monkeypatch.setattr(tree_search, "SHAPES", (DynamicShape(30, 1, 31), DynamicShape(60, 2, 121)))
     prompts, calls = [[5, 6, 7, 8], [9, 8, 7], [4]], []
-    trees = [chain(2), *calibrate.SHAPES]
+    trees = [chain(2), *tree_search.SHAPES]
 
-    class Watch(calibrate.Watch):
+    class TwoPrompts(Watch):
         def is_up(self, share=1.0):
             calls.append(None)
             return len(calls) == 2
 
-    drafters = [decoding(target, tree, None) for tree in trees]
-    compared = calibrate.compare(target, drafters, prompts, Watch(math.inf))
+    drafters = [decoding(target, tree) for tree in trees]
+    compared = compare_dynamic(target, drafters, prompts, TwoPrompts(math.inf))
     assert 1.05 < compared[0].tau < compared[1].tau
-    for shape, each in zip(calibrate.SHAPES, compared, strict=True):
-        decoder = SpeculativeDecoder(target, decoding(target, shape, None))
+    for shape, each in zip(tree_search.SHAPES, compared, strict=True):
+        decoder = SpeculativeDecoder(target, decoding(target, shape))
         results = decoder.generate(prompts[:2], COMPARED_TOKENS, stop_ids=frozenset())
         assert each.shape == shape and each.speed > 0
         assert each.tau == 2 * (COMPARED_TOKENS - 1) / sum(len(result.accepted) for result in results)
-    assert calibrate.compare(target, drafters, prompts, calibrate.Watch(0.0)) == [], "no time for two prompts"
-    assert calibrate.compare(target, drafters, prompts, calibrate.Watch(60.0, 0.0)) == [], "no time to set up a second"
+    assert compare_dynamic(target, drafters, prompts, Watch(0.0)) == [], "no time for two prompts"
+    assert compare_dynamic(target, drafters, prompts, Watch(60.0, 0.0)) == [], "no time to set up a second"

@@ -12,7 +12,7 @@ In steps of fixed shape on a GPU, drafters that run models of their own propose 
 drafter may be asked alone (``State.alone``): its tree is proposed as it is, and the others keep up with the text.
 
 Steps of fixed shape, and steps with random draws, merge by tensor operations (``merge_tensors.py``); other eager steps
-merge on the host (``host_tree.py``).
+merge as Python lists (``list_tree.py``).
 
 Shape letters: B rows, N nodes, D depth of the deepest node.
 """
@@ -24,10 +24,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.host_tree import HostTreeBuilder, merge_on_host
-from draftsmith.inference.drafters.merge_tensors import TensorMerge
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.trees.list_tree import ListTreeBuilder, merge_lists
+from draftsmith.inference.trees.merge_tensors import TensorMerge
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
@@ -43,7 +43,8 @@ class MergedDrafter(Drafter):
 
     def __init__(self, drafters: Mapping[str, Drafter], target: Target, limit: int) -> None:
         self.drafters, self.target = list(drafters.values()), target
-        self.sources, self.source_learns = tuple(drafters), [drafter.learns for drafter in drafters.values()]
+        self.sources = tuple(drafters)
+        self.self_correcting_sources = [drafter.self_correcting for drafter in drafters.values()]
         self.static = all(drafter.static for drafter in self.drafters)
         self.max_depth = max(drafter.max_depth for drafter in self.drafters)
         self.branching = sum(drafter.branching for drafter in self.drafters)
@@ -73,7 +74,7 @@ class MergedDrafter(Drafter):
             drafter.allocate(cache, max_depth, static)
         device = self.target.device
         self.tensor_merge = TensorMerge(self.drafters, self.sources, self.target, self.limit, cache.rows, max_depth)
-        self.builder = HostTreeBuilder(device, cache.rows)
+        self.builder = ListTreeBuilder(device, cache.rows)
         self.single = -1  # the only drafter that proposed nodes in this step; −1 if there are several
         self.own_numbers: list[Tensor] = []  # [B, N] by drafter: each merged node's number in its tree, or −1
         # By drafter: the stream it proposes on; the others propose on the current one.
@@ -120,7 +121,7 @@ class MergedDrafter(Drafter):
         if len(proposing) == 1 and trees[proposing[0]].tokens.shape[1] <= self.limit:
             return self._unmerged(trees[proposing[0]], proposing[0])
         budget = None if state.merged else state.budget
-        merged, numbers = merge_on_host(trees, self.sources, state.root.tolist(), budget, self.limit)
+        merged, numbers = merge_lists(trees, self.sources, state.root.tolist(), budget, self.limit)
         self.own_numbers = [torch.tensor(by_row, device=self.zeros.device) for by_row in numbers]
         return self.builder.build(merged, state.root)
 
@@ -204,7 +205,7 @@ class MergedDrafter(Drafter):
         """The engine's state as each drafter sees it: its features and its own random stream."""
         if self.states is None or self.states[0] is not state:  # the engine changes its buffers in place
             views = [
-                replace(state, stream=16 * state.stream + number, weighs=True, source=number, merged=True)
+                replace(state, stream=16 * state.stream + number, needs_acceptance=True, source=number, merged=True)
                 for number in range(len(self.drafters))
             ]
             self.states = state, views

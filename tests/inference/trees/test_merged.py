@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample
@@ -78,7 +78,7 @@ class Given(Drafter):
 
 def budget_of(drafter, costs):
     """A budget of a merge's steps, in the first of one row."""
-    budget = Budget(costs.seconds, 1, drafter.source_learns, drafter.max_depth, drafter.num_nodes)
+    budget = Budget(costs.seconds, 1, drafter.self_correcting_sources, drafter.max_depth, drafter.num_nodes, costs.now)
     budget.start([0], [True])
     return budget
 

@@ -18,7 +18,7 @@ ROOM = 96  # slots beyond a text for the drafts of a step, those of other drafte
 
 
 @dataclass(frozen=True)
-class Run:
+class Continuation:
     """A continuation of a batch. select: seconds of the first selection of all rows. seconds: of the steps, with later
     selections. committed: by row, the tokens that each step committed."""
 
@@ -58,7 +58,7 @@ class Prefilled:
         step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
         return step
 
-    def run(self, step: Step) -> Run:
+    def run(self, step: Step) -> Continuation:
         """Continue all texts by ``new_tokens`` tokens on average, none by more than twice as many."""
         self._restore(step)
         step.launch()()  # the first one allocates, and captures a graph
@@ -73,7 +73,7 @@ class Prefilled:
             for own, row in zip(committed, rows, strict=True):
                 own.append(row[0])
             totals += torch.tensor([row[0] for row in rows])
-        return Run(selected - began, time.perf_counter() - selected, committed)
+        return Continuation(selected - began, time.perf_counter() - selected, committed)
 
     def _restore(self, step: Step) -> None:
         for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):

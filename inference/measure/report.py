@@ -20,7 +20,7 @@ from draftsmith.inference.commands.terminal import end_text, legend, separate_te
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import TextStream, answer_tokens, decode_text, visible
-from draftsmith.inference.evaluation.paired import MIN_PAIRS
+from draftsmith.inference.measure.paired import MIN_PAIRS
 from draftsmith.models.target import Target
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval

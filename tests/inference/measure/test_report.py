@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation import report
+from draftsmith.inference.measure import report
 
 
 def test_first_repeat():

@@ -13,7 +13,7 @@ Columns = dict[Any, list[float]]  # by prompt or group: amounts of A, then those
 
 
 class _Timed(Protocol):
-    """What :class:`draftsmith.inference.evaluation.timing.Timed` says of the timed groups."""
+    """What :class:`draftsmith.inference.measure.timing.Timed` says of the timed groups."""
 
     tokens: list[int]
     groups: list[Sequence[int]]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import costs
-from draftsmith.inference.engine.costs import StepCosts, draft_time, step_costs
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.step import Step, static_by_default
+from draftsmith.inference.measure import step_costs as costs
+from draftsmith.inference.measure.step_costs import StepCosts, draft_time, step_costs
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.measured import read_measured
 from draftsmith.models.medusa import MedusaHeads

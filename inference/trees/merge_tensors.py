@@ -20,7 +20,7 @@ LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than round
 
 
 @dataclass
-class Candidates:
+class MergeCandidates:
     """The root and the other nodes of all trees, one tree after the other."""
 
     tokens: Tensor  # [B, M] int64
@@ -67,7 +67,7 @@ class TensorMerge:
         tree, own_numbers = self._assemble(candidates, count, sizes)
         return (replace(tree, draws=self._draws(tree, own_numbers, trees, drawn)) if any(drawn) else tree), own_numbers
 
-    def _candidates(self, trees: Sequence[TokenTree]) -> Candidates:
+    def _candidates(self, trees: Sequence[TokenTree]) -> MergeCandidates:
         depths = self.numbers[1 : self.max_depth + 1]
         parts: list[tuple[Tensor, ...]] = []
         shift = 0
@@ -85,9 +85,9 @@ class TensorMerge:
         joined = [
             torch.cat([each.expand(rows, *each.shape[1:]) for each in column], 1) for column in zip(*parts, strict=True)
         ]
-        return Candidates(*joined, same=joined[0], proposed=joined[3])
+        return MergeCandidates(*joined, same=joined[0], proposed=joined[3])
 
-    def _choose(self, c: Candidates, sizes: Sequence[int], drawn: Sequence[bool]) -> int:
+    def _choose(self, c: MergeCandidates, sizes: Sequence[int], drawn: Sequence[bool]) -> int:
         """Reduce ``kept`` to the nodes of the merged tree, one of each path; returns the number of its nodes."""
         total = c.tokens.shape[1]
         numbers = self.numbers[:total]
@@ -121,7 +121,7 @@ class TensorMerge:
         c.kept = c.kept & (c.same == numbers)
         return min(max(self.limit, self.random_nodes), total)
 
-    def _assemble(self, c: Candidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
+    def _assemble(self, c: MergeCandidates, count: int, sizes: Sequence[int]) -> tuple[TokenTree, list[Tensor]]:
         """The merged tree of the kept candidates, without draws; and each drafter's own node numbers."""
         total = c.tokens.shape[1]
         order = torch.where(c.kept, self.numbers[:total], total).sort(-1).values[:, :count]  # parents come first
@@ -191,7 +191,7 @@ class TensorMerge:
         return Draws(torch.cat(children, 2), torch.cat(kinds, 2), torch.cat(q_rows, 2), torch.cat(distributions, 1))
 
 
-def _joint_acceptance(c: Candidates, sources: Tensor, first: Tensor) -> Tensor:
+def _joint_acceptance(c: MergeCandidates, sources: Tensor, first: Tensor) -> Tensor:
     """Acceptance probability ``[B, M]`` of each path, at its first candidate; 0 at other candidates. Of ``sources``,
     the candidates that count (bool), ``first`` is the first one with the same path: ``[B, M]`` each.
 

@@ -13,9 +13,9 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.evaluation.paired import MIN_PAIRS
-from draftsmith.inference.evaluation.report import LABELS, exactness, intervals_line
-from draftsmith.inference.evaluation.trace import Ranks, Trace, acceptance_by_ranks, trace, traced
+from draftsmith.inference.measure.paired import MIN_PAIRS
+from draftsmith.inference.measure.report import LABELS, exactness, intervals_line
+from draftsmith.inference.measure.trace import Ranks, Trace, acceptance_by_ranks, trace, traced
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_NODES = 40  # of the picture of the tree

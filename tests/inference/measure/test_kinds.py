@@ -5,8 +5,8 @@ import json
 import pytest
 
 from draftsmith.inference.engine.engine import Generation
-from draftsmith.inference.evaluation import timing
-from draftsmith.inference.evaluation.report import SPEEDUPS
+from draftsmith.inference.measure import timing
+from draftsmith.inference.measure.report import SPEEDUPS
 
 
 def test_groups_hold_one_kind_and_mix_in_proportion():

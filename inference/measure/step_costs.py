@@ -34,7 +34,35 @@ TRIES, AGAIN_SECONDS = 3, 1.0  # how often a process measures again where real s
 CONTEXT, LONG_CONTEXT = 128, 1024  # cached tokens
 
 
-class StepCosts:
+class StepClock:
+    """The times by which the engine chooses how many nodes a step verifies."""
+
+    def now(self) -> float:
+        """Seconds of this process's fastest clock."""
+        return time.perf_counter()
+
+    def timed(self, call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+        """Run a call. Returns a function for its seconds: on a GPU by events before and after it; the function waits
+        until what it queued is done."""
+        if device.type != "cuda":
+            began = self.now()
+            call()
+            seconds = self.now() - began
+            return lambda: seconds
+        with torch.cuda.device(device):
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            call()
+            after.record()
+
+        def elapsed() -> float:
+            after.synchronize()
+            return before.elapsed_time(after) / 1e3
+
+        return elapsed
+
+
+class StepCosts(StepClock):
     """Seconds of steps: measured at some numbers of rows, linear between them and beyond the last.
 
     Args:
@@ -96,7 +124,7 @@ class _Chain(Drafter):
         return self.tree.fill(state.root[:, None].expand(-1, self.num_nodes))
 
 
-def _chain_step(target: Target, lean: bool | None, rows: int, cached: int, nodes: int) -> Step:
+def chain_step(target: Target, lean: bool | None, rows: int, cached: int, nodes: int) -> Step:
     """A step whose rows all have a text of ``cached`` tokens."""
     drafter = _Chain(nodes, target.device)
     capacity, static = capacity_for(cached, drafter), static_by_default(target)
@@ -140,62 +168,6 @@ def _measure_and_keep(target: Target, lean: bool | None, key: str, seconds: floa
     return costs
 
 
-class ContextCosts:
-    """Seconds of steps of some batch sizes, at any length: what they take beyond their products, linear between the
-    lengths and numbers of nodes at which it was measured. Keys and values that the processor's caches hold cost less,
-    so that it is measured for each batch size.
-
-    ``known``: the products' costs; ``measured``: seconds by (B, S, N), of each batch size at the same lengths and
-    numbers of nodes.
-    """
-
-    def __init__(self, known: StepCosts, measured: Mapping[tuple[int, int, int], float]) -> None:
-        self.known, self.measured = known, measured
-        self.lengths, self.nodes = (sorted({key[place] for key in measured}) for place in (1, 2))
-
-    def _products(self, rows: int) -> float:
-        return self.known.plain_seconds * self.known.relative(rows)
-
-    def seconds(self, batch: int, cached: float, nodes: int) -> float:
-        """t(B, S, N)."""
-        high = next((place for place, each in enumerate(self.lengths) if place and cached <= each), -1)
-        low, high = self.lengths[high - 1], self.lengths[high]
-        few, many = self.nodes
-
-        def beyond(length: int) -> float:
-            first, last = (self.measured[batch, length, n] - self._products(batch * n) for n in (few, many))
-            return first + (last - first) * (nodes - few) / (many - few)
-
-        before, after = beyond(low), beyond(high)
-        return self._products(batch * nodes) + before + (after - before) * (cached - low) / (high - low)
-
-    def inflection(self, nodes: int) -> float:
-        """S*, the length above which a speed-up grows with the batch (MagicDec, arXiv 2408.11049 §3): the products of
-        ``nodes`` verified tokens of a row cost as much as reading its cached ones, both of the largest batch. Infinite
-        where cached tokens cost nothing."""
-        batch = max(key[0] for key in self.measured)
-        per_row = (self._products(batch * nodes) - self._products(batch)) / (batch * (nodes - 1))
-        first, last = (self.seconds(batch, length, 1) for length in (self.lengths[0], self.lengths[-1]))
-        per_key = (last - first) / (batch * (self.lengths[-1] - self.lengths[0]))
-        return nodes * per_row / per_key if per_key > 0 else float("inf")
-
-
-@torch.inference_mode()
-def context_costs(
-    target: Target, contexts: Sequence[int], batches: Sequence[int], lean: bool | None = None
-) -> ContextCosts:
-    """Measure steps of each of these batch sizes and of one row, of one and five nodes, with few cached tokens and with
-    a quarter, a half, three quarters and all of ``max(contexts)``; the shortest of six steps counts."""
-    known, longest = step_costs(target, lean), max(contexts)
-    lengths = sorted({min(CONTEXT, longest // 8), *(longest * quarters // 4 for quarters in (1, 2, 3, 4))})
-    measured: dict[tuple[int, int, int], float] = {}
-    with engine_attention([target]):
-        for rows, cached, nodes in itertools.product(sorted({1, *batches}), lengths, (1, 5)):
-            step = _chain_step(target, lean, rows, cached, nodes)
-            measured[rows, cached, nodes] = min(_time(step, cached) for _ in range(7))
-    return ContextCosts(known, measured)
-
-
 @torch.inference_mode()
 def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCosts, int]:
     """Costs from the shortest steps of each shape (other work only adds to a step's time), and the number of rounds."""
@@ -214,11 +186,11 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCost
             cached, _ = shape
             if shape not in steps:
                 since = time.perf_counter()
-                steps[shape] = _chain_step(target, lean, 1, *shape)
-                _time(steps[shape], cached)  # the first step allocates, tunes and captures
+                steps[shape] = chain_step(target, lean, 1, *shape)
+                step_seconds(steps[shape], cached)  # the first step allocates, tunes and captures
                 if deadline and target.device.type == "cuda":  # each compiles and captures for longer than steps take
                     deadline += time.perf_counter() - since
-            seconds = min(_time(steps[shape], cached) for _ in range(REPEATS))
+            seconds = min(step_seconds(steps[shape], cached) for _ in range(REPEATS))
             fastest[shape] = min(seconds, fastest.get(shape, seconds))
             timed += 1
             deadline = deadline or time.perf_counter() + budget
@@ -232,24 +204,10 @@ def _measure(target: Target, lean: bool | None, budget: float) -> tuple[StepCost
     return StepCosts(at_rows, per_key, per_key_and_node), timed // len(shapes)
 
 
-def _time(step: Step, context: int) -> float:
+def step_seconds(step: Step, context: int) -> float:
+    """Seconds of a step whose rows have ``context`` cached tokens."""
     step.cache.lengths.fill_(context)
-    return timed(step.advance, step.target.device)
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call: on a GPU by events before and after it, and what it queued is then done."""
-    if device.type != "cuda":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    with torch.cuda.device(device):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        call()
-        ended.record()
-        ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
+    return StepClock().timed(step.advance, step.target.device)()
 
 
 @torch.inference_mode()
@@ -272,7 +230,7 @@ def draft_time(drafter: Drafter, target: Target, costs: StepCosts) -> float:
             return gpu_seconds([propose], device) / costs.plain_seconds
         fastest, deadline = float("inf"), time.perf_counter() + 0.1
         for _ in range(20):
-            fastest = min(fastest, timed(propose, device))
+            fastest = min(fastest, StepClock().timed(propose, device)())
             if time.perf_counter() > deadline:
                 break
     return fastest / costs.plain_seconds

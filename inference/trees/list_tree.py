@@ -21,7 +21,7 @@ Shape = tuple[StaticTree, list[int], list[list[int]]]  # of a row's tree; depths
 
 
 @dataclass
-class HostTree:
+class ListTree:
     """The tree of one row; node 0 is the root, parents come before their children."""
 
     tokens: list[int]
@@ -29,13 +29,13 @@ class HostTree:
     sources: list[int]  # a bit for each source that proposed the node; 0 at the root
     acceptance: list[float]  # estimated acceptance probability of the node, no more than its parent's
 
-    def subtree(self, nodes: Sequence[int]) -> "HostTree":
+    def subtree(self, nodes: Sequence[int]) -> "ListTree":
         """The tree of these nodes, in this order, parents before their children."""
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
         parents = [number[self.parents[node]] for node in nodes]
         acceptance = [self.acceptance[node] for node in nodes]
         tokens, sources = ([part[node] for node in nodes] for part in (self.tokens, self.sources))
-        return HostTree(tokens, parents, sources, acceptance)
+        return ListTree(tokens, parents, sources, acceptance)
 
 
 def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", limit: int) -> list[list[int]]:
@@ -49,14 +49,14 @@ def kept_nodes(acceptances: Sequence[Sequence[float]], budget: "Budget | None", 
     return [sorted(order[:limit]) for order in orders]
 
 
-def merge_on_host(
+def merge_lists(
     trees: Sequence[TokenTree], sources: Sequence[str], roots: Sequence[int], budget: "Budget | None", limit: int
-) -> tuple[list[HostTree], list[list[list[int]]]]:
+) -> tuple[list[ListTree], list[list[list[int]]]]:
     """Merge the trees of each row, each of a source, and keep the nodes that :func:`kept_nodes` says. Returns the
     merged trees; by source and row, the number that each merged node has in the source's tree, −1 if it has none or
     beyond the row's nodes."""
     rows = len(roots)
-    merged = [HostTree([root], [-1], [0], [1.0]) for root in roots]
+    merged = [ListTree([root], [-1], [0], [1.0]) for root in roots]
     known: list[dict[tuple[int, int], int]] = [{} for _ in range(rows)]  # (parent, token) → merged node
     places: list[list[list[int]]] = []  # by source and row: merged node of each of its nodes
     for number, (tree, name) in enumerate(zip(trees, sources, strict=True)):
@@ -80,7 +80,7 @@ def merge_on_host(
 
 def _add(
     bit: int,
-    merged: HostTree,
+    merged: ListTree,
     known: dict[tuple[int, int], int],
     tokens: Sequence[int],
     parents: Sequence[int],
@@ -109,7 +109,7 @@ def _add(
     return place
 
 
-class HostTreeBuilder:
+class ListTreeBuilder:
     """Builds token trees from rows' host trees; keeps what depends only on the shape of a row's tree."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
@@ -122,7 +122,7 @@ class HostTreeBuilder:
         """The trees of roots ``[B]`` int64."""
         return self.root_tree.fill(roots[:, None], self.no_source, self.certain)
 
-    def build(self, trees: Sequence[HostTree], roots: Tensor) -> TokenTree:
+    def build(self, trees: Sequence[ListTree], roots: Tensor) -> TokenTree:
         """``[B, N]`` of roots ``[B]``; smaller rows are padded with children of the root that are not valid."""
         if all(len(tree.tokens) == 1 for tree in trees):
             return self.root_alone(roots)
@@ -142,7 +142,7 @@ class HostTreeBuilder:
             self.shapes[key] = tree, tree.depth[0].tolist(), tree.ancestors[0].tolist()
         return self.shapes[key]
 
-    def _padded(self, trees: Sequence[HostTree], nodes: int) -> TokenTree:
+    def _padded(self, trees: Sequence[ListTree], nodes: int) -> TokenTree:
         words = -(-nodes // 64)
         tokens, parents, depths, bits, acceptance, sources, valid = [], [], [], [], [], [], []
         for tree in trees:

@@ -76,7 +76,7 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class LevelPass:
     """A forward pass of nodes ``first`` … ``first + count − 1``: its arguments, views for B rows (T = first + count).
 
     above: ``[n]`` int64, the place of each node's parent among the nodes run in the level above; None if node i's
@@ -119,22 +119,22 @@ class Pass:
         )[0]
 
 
-def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device) -> list[Pass]:
+def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device) -> list[LevelPass]:
     """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
     cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft."""
     longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth))
     ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
     depth = torch.arange(longest, dtype=torch.int32, device=device)[None]
-    passes: list[Pass] = []
+    passes: list[LevelPass] = []
     for count in range(1, longest + 1):
         mask = ancestor_mask(ancestors[:, :count], count)
         parts = (ancestors[:, :count], depth[:, :count], depth[:, :count], mask)
-        passes.append(Pass(0, count, count == 1, *(part.expand(rows, *part.shape[1:]) for part in parts)))
+        passes.append(LevelPass(0, count, count == 1, *(part.expand(rows, *part.shape[1:]) for part in parts)))
     return passes
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Taken:
     """The nodes of a level among k candidates for each node that was run in the level above."""
 
     k: int
@@ -228,7 +228,7 @@ class Levels:
         # Trees with 0, 1, … levels below the root.
         self.trees = [StaticTree(layout.parents[:end], device) for end in layout.firsts[1:]]
         whole = self.trees[-1]
-        self.passes: list[Pass] = []
+        self.passes: list[LevelPass] = []
         for level, (first, count) in enumerate(zip(layout.firsts, layout.runs[:-1], strict=False)):
             own, upto = slice(first, first + count), slice(first + count)
             parts = whole.ancestors[:, own], whole.depth[:, own], whole.depth[:, upto], whole.mask[:, own, upto]
@@ -238,11 +238,11 @@ class Levels:
                 same = places == [*range(layout.runs[level - 1])]
                 above = None if same else torch.tensor(places, device=device)
             sees_all, views = count == 1 and first == level, (part.expand(rows, *part.shape[1:]) for part in parts)
-            self.passes.append(Pass(first, count, sees_all, *views, above=above))
+            self.passes.append(LevelPass(first, count, sees_all, *views, above=above))
 
-        def choices(levels: list[tuple[int, list[int]]]) -> list[_Choice]:
+        def choices(levels: list[tuple[int, list[int]]]) -> list[_Taken]:
             return [
-                _Choice(k, None if places == [*range(count * k)] else torch.tensor(places, device=device))
+                _Taken(k, None if places == [*range(count * k)] else torch.tensor(places, device=device))
                 for count, (k, places) in zip(layout.runs, levels, strict=False)
             ]
 
@@ -262,7 +262,7 @@ class Levels:
         self.q_rows = torch.tensor(q_rows, device=device)[None, :, None]
 
     def propose(
-        self, state: State, hidden: Hidden, run: Callable[[int, Pass, Tensor, Hidden], Hidden], head: DraftHead
+        self, state: State, hidden: Hidden, run: Callable[[int, LevelPass, Tensor, Hidden], Hidden], head: DraftHead
     ) -> TokenTree:
         """Draft a tree, from the hidden states of the root. ``run``: (depth, the level, its tokens ``[B, n]``, the
         hidden states of the level above) → those of the level's nodes that are run."""
@@ -280,7 +280,7 @@ class Levels:
             uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
             valid.append(self.ones > 0)
         budget = state.budget
-        weighs = state.weighs or not self.static or settings is not None
+        with_acceptance = state.needs_acceptance or not self.static or settings is not None
         used = 0  # uniforms
         for depth, level in enumerate(self.passes):
             if depth and budget is not None:
@@ -290,12 +290,12 @@ class Levels:
             if depth:
                 hidden = run(depth, level, level.of(tokens[-1]), hidden)
             self.deepest_run = depth
-            above = level.of(acceptances[-1])[..., None] if weighs else self.ones
+            above = level.of(acceptances[-1])[..., None] if with_acceptance else self.ones
             if settings is None or uniforms is None:
                 choice = self.best[depth]
                 log_q, best = head.best(hidden[1], choice.k, depth, state.noise)
                 acceptance = self.ones
-                if weighs:
+                if with_acceptance:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
             else:
                 choice = self.drawn[depth]
@@ -320,11 +320,12 @@ class Levels:
                 acceptance = torch.where(drawn, above * accepted * (1 - accepted) ** self.numbers[:k], 0.0)
                 best = tokens_at(places, ids)
             tokens.append(choice.of(best))
-            if weighs:
+            if with_acceptance:
                 acceptances.append(choice.of(acceptance))
         levels = len(tokens) - 1
         tree = replace(
-            self.trees[levels].fill(torch.cat(tokens, 1)), acceptance=torch.cat(acceptances, 1) if weighs else None
+            self.trees[levels].fill(torch.cat(tokens, 1)),
+            acceptance=torch.cat(acceptances, 1) if with_acceptance else None,
         )
         if not distributions:
             return tree

@@ -1,0 +1,207 @@
+"""What each family of drafters with a fixed tree (tree.json) is calibrated with.
+
+A family is entered in :data:`CALIBRATIONS` under the ``drafter_type`` of its folders' config.json, by a function
+``calibration(folder, config, weights) → Calibration``; its arguments are what
+:func:`draftsmith.models.artifact.read_drafter` read. It raises FileNotFoundError or ValueError where something is
+missing, damaged or does not fit. Of families that have none, only the target's steps are timed.
+
+Shape letters: S sequences, T tokens, K depths, n drafters of an ensemble, A answers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.drafters.dynaspec import read_parts
+from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
+from draftsmith.inference.drafters.family import family_of
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
+from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
+from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.measure.rollouts import BEST, Drafts, kept, open_eagle_drafts, record
+from draftsmith.inference.measure.step_costs import StepCosts, draft_time
+from draftsmith.inference.measure.tree_statistics import (
+    MAX_RANK,
+    accuracy,
+    chained_ranks,
+    eagle_ranks,
+    ensemble_facts,
+    head_ranks,
+    matched_answers,
+    next_token_ranks,
+)
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.merged import MergedDrafter
+from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
+from draftsmith.models.target import Target
+
+DEPTH = 8  # K: of the deepest tree of EAGLE drafters and SSMs
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How a drafter with a fixed tree, or an ensemble whose n drafters have a tree each, is calibrated.
+
+    max_depth: K, the depth of the deepest tree that the drafter can propose.
+    ranks: (target, tokens ``[S, T]``, supervised ``[S, T]``) → ``[S, T, K]`` int64, of an ensemble ``[S, T, n, K]``: at
+        each depth, the rank that the drafter gives to the true token after the true tokens before it.
+        :func:`draftsmith.inference.measure.tree_statistics.draft_labels` and ``label_ranks`` help. For a drafter that
+        proposes a single chain the rank is 0 or ``MAX_RANK``.
+    build: (target, a topology for each drafter) → the drafter with these trees.
+    facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
+        :func:`draftsmith.inference.measure.tree_statistics.head_facts`.
+    step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
+        the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
+        out, drafting takes the same time whatever the tree.
+    decoding: (target, a fixed tree or the shape of a dynamic one) → the drafter that proposes all of its nodes; for a
+        family whose drafters may grow dynamic trees.
+    """
+
+    max_depth: int
+    ranks: Callable[[Target, Tensor, Tensor], Tensor]
+    build: Callable[..., Drafter]
+    facts: Callable[[Tensor], dict[str, Any]] | None = None
+    step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
+    decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
+
+
+def eagle(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shortlist: ShortlistHead | None = None
+) -> Calibration:
+    """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
+    layer = Eagle.from_artifact(config, weights, str(folder))
+    drafters: list[EagleDrafter] = []
+
+    def first(target: Target) -> EagleDrafter:
+        if not drafters:
+            check_context(layer, target, str(folder))
+            drafters.append(EagleDrafter(layer, target, (1,), shortlist=shortlist))
+        return drafters[0]
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        return eagle_ranks(target, first(target).eagle, tokens, supervised, DEPTH)
+
+    def build(target: Target, topology: Topology) -> Drafter:
+        return first(target).with_tree(topology)
+
+    def facts(ranks: Tensor) -> dict[str, Any]:
+        return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
+
+    def times(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
+        return costs.tree_time([draft_time(first(target).with_tree((1,)), target, costs)])
+
+    def decoding(target: Target, tree: Topology | DynamicShape) -> Drafter:
+        return first(target).with_tree(tree)
+
+    return Calibration(DEPTH, ranks, build, facts, times, decoding)
+
+
+def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
+    heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    drafters: list[MedusaDrafter] = []
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        return head_ranks(target, heads.to(target.device), tokens, supervised)
+
+    def build(target: Target, topology: Topology) -> Drafter:
+        if not drafters:  # all trees share its rows of a draft vocabulary
+            drafters.append(MedusaDrafter(heads, Topology(((0,),)), target))
+        return drafters[0].with_tree(topology)
+
+    return Calibration(heads.config.num_draft_heads, ranks, build)
+
+
+def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
+    check_config(folder, config, weights)
+    ensemble = _Calibrated(folder, config, weights)
+    return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
+
+
+class _Calibrated:
+    """An ensemble that is calibrated. It is loaded with the first text, and every text's matched answers are kept."""
+
+    ensemble: Ensemble
+
+    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.stored = (folder, config, weights)
+        self.matched: list[Tensor] = []  # [n, A] bool of each text
+
+    def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """``[S, T, n, K]``."""
+        if not self.matched:
+            self.ensemble = load_ensemble(*self.stored, target)
+        by_ssm = next_ranks(self.ensemble, tokens, supervised)
+        self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
+        return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
+
+    def build(self, target: Target, *trees: Topology) -> Drafter:
+        """The drafter that proposes all nodes of the trees."""
+        drafters = {
+            part: self.ensemble.drafter(part, target, topology)
+            for part, topology in zip(self.ensemble.models, trees, strict=True)
+            if topology.paths
+        }
+        if len(drafters) < 2:
+            return next(iter(drafters.values()), PlainDrafter(target.device))
+        return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
+
+    def facts(self, ranks: Tensor) -> dict[str, Any]:
+        return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)
+
+    def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
+        return costs.tree_time([pass_time(self.ensemble, part, target, costs) for part in self.ensemble.models])
+
+
+def pass_time(ensemble: Ensemble, part: str, target: Target, costs: StepCosts) -> float:
+    """Time of an SSM's forward pass with one row and the choice of its tokens, in plain steps of the target; measured
+    for at most 0.1 s."""
+    with engine_attention([ensemble.models[part]]):
+        return draft_time(ensemble.drafter(part, target, (1,)), target, costs)
+
+
+def next_ranks(ensemble: Ensemble, tokens: Tensor, supervised: Tensor) -> Tensor:
+    """:func:`next_token_ranks` of each SSM, ``[n, S, T]``."""
+    models = ensemble.models.values()
+    return torch.stack([next_token_ranks(model, tokens, supervised, ensemble.draft_vocab) for model in models])
+
+
+def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """The drafter's own, decoding with the shortlists; a rank is that within the node's own list. Trees of up to
+    :data:`DEPTHS` levels."""
+    shortlist, base = read_parts(folder, config, weights)
+    own = eagle(*base, shortlist=shortlist)
+    opened: list[Drafts] = []
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        if not opened:
+            opened.append(open_eagle_drafts(*base, target))
+        found = kept(record(opened[0], tokens, supervised, BEST), opened[0].embed, shortlist).ranks
+        # A tree may have no more children of a node than the shortest list has tokens.
+        return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
+
+    return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks)
+
+
+CALIBRATIONS: dict[str, Callable[[Path, dict[str, Any], dict[str, Tensor]], Calibration]] = {
+    "dynaspec": dynaspec,
+    "eagle": eagle,
+    "medusa": medusa,
+    "ssm": ssm,
+}
+
+
+def calibration_of(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration | None:
+    """What a drafter is calibrated with; None if its family has no tree. Raises ValueError: its type is not known."""
+    family_of(folder, config)
+    calibration = CALIBRATIONS.get(config["drafter_type"])
+    return None if calibration is None else calibration(folder, config, weights)

@@ -1,0 +1,383 @@
+"""Calibrate a drafter: count its ranks on a text, search for the fastest tree, write tree.json.
+
+Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import Timeout
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.common.files import cached_about, json_object, locked, write_json
+from draftsmith.common.progress import ProgressBar
+from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.runner import find_lean
+from draftsmith.inference.measure import tree_search
+from draftsmith.inference.measure.timed_search import TIMED_PROMPTS
+from draftsmith.inference.measure.tree_search import (
+    COMPARED_TOKENS,
+    MIN_ROUNDS,
+    TIED,
+    TIMED_TOKENS,
+    Chosen,
+    ComparedTree,
+    Watch,
+    choose,
+    compare_dynamic,
+    nodes_of,
+    trees_by_size,
+)
+from draftsmith.inference.measure.tree_statistics import head_facts, simulate_ensemble
+from draftsmith.inference.verify.tree import chain
+from draftsmith.models.artifact import device_name
+from draftsmith.models.target import Target, check_safetensors
+
+if TYPE_CHECKING:
+    from draftsmith.inference.measure.calibrations import Calibration
+
+FEW_POSITIONS = 500  # with fewer, no tree is replaced that was calibrated on more
+RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
+DYNAMIC = 0.3  # share of the time, and of that for setting up, in which dynamic trees are compared
+COMPARED_PROMPTS = 32  # at most
+MAX_ROWS = 16  # per batch
+TIMED_CONTEXT = 256  # tokens of a prompt, at most
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a drafter is calibrated; the fields are options of inference/calibrate.py. lean: of its ``--decoder``."""
+
+    nodes: int | None
+    at_load: bool
+    max_new_tokens: int
+    seconds: float
+    lean: bool | None
+
+
+class _Progress:
+    """The time since calibrating began, setting up excluded, on a progress bar."""
+
+    def __init__(self, seconds: float, advance: Callable[..., None]) -> None:
+        self.seconds, self.advance = seconds, advance
+        self.began, self.set_up = time.monotonic(), 0.0  # of the parts that have ended
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def show(self, *_: object) -> None:
+        self.advance(min(int(self.elapsed - self.set_up), math.ceil(self.seconds)))
+
+    def watch(self, seconds: float, share: float) -> Watch:
+        """Of a part, whose setting up may take a share of the time."""
+
+        def show(note: str) -> None:
+            self.advance(int(min(self.elapsed - self.set_up - watch.set_up, self.seconds)), note)
+
+        watch = Watch(seconds, share * self.seconds, show)
+        return watch
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What a drafter was calibrated on: ``tokens, supervised [S, T]``, and its ``ranks [S, T, n, K]`` there."""
+
+    tokens: Tensor
+    supervised: Tensor
+    ranks: Tensor
+
+    @property
+    def positions(self) -> int:
+        """At which a step begins."""
+        return positions_of(self.ranks)
+
+
+def batches(count: int, rows: int, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[slice]:
+    """Slices of ``range(count)`` until the time ``until``.
+
+    The first has ``rows`` rows; each later one up to :data:`MAX_ROWS`, as many as fit into the remaining time at the
+    speed with which the caller processed the slice before.
+    """
+    begin = 0
+    while rows > 0 and begin < count:
+        since, end = clock(), min(begin + rows, count)
+        yield slice(begin, end)
+        now = clock()
+        fit = (until - now) / max(now - since, 1e-9) * (end - begin)
+        begin, rows = end, int(min(max(2 * rows, 1), MAX_ROWS, max(0.0, fit)))
+
+
+def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:
+    """Up to ``count`` prompts from rows spread over the text ``[S, T]``.
+
+    Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
+    as documents are, it is the first half of the row. Rows without an answer give none.
+    """
+    labelled = [row for row in range(len(tokens)) if supervised[row].any()]
+    rows = [row for row in labelled if not supervised[row, 0]] or labelled
+    prompts: list[list[int]] = []
+    for row in rows[:: max(1, -(-len(rows) // count))]:
+        answers = supervised[row].nonzero().flatten()
+        begin, end = int(answers[0]), int(answers[-1]) + 1
+        prompts.append(tokens[row][: begin or -(-end // 2)].tolist())
+    return prompts
+
+
+def joined(parts: Sequence[dict[str, Tensor]], name: str, padding: int = 0) -> Tensor:
+    """Concatenate a tensor ``[S, T, …]`` of all parts, padded to the longest T."""
+    return pad_sequence([row for part in parts for row in part[name]], batch_first=True, padding_value=padding)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Inside, no other command calibrates this drafter. Refuses, by a ValueError, one that another command calibrates,
+    or whose run it is writing: the drafter would not fit the tree."""
+    own = cached_about("calibrating", folder)
+    try:
+        if (folder / ".lock").exists():
+            with locked(folder / ".lock", wait=False):
+                pass
+        own.parent.mkdir(parents=True, exist_ok=True)
+        with locked(own, wait=False):
+            yield
+    except Timeout:
+        raise ValueError(f"{folder}: another command is working in this run; wait until it has ended") from None
+
+
+def check_enough(folder: Path, positions: int) -> None:
+    """Raises ValueError: the tree that is there was calibrated on more positions than these few."""
+    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
+    before = (tree.get("calibration") or {}).get("positions", 0)
+    if positions < min(FEW_POSITIONS, before):
+        raise ValueError(
+            f"{folder}: {positions:,} positions say too little; tree.json, calibrated on {before:,}, is kept. Give "
+            "more prompts, longer answers (--max-new-tokens) or more --seconds, or delete it"
+        )
+
+
+def read_held_out(folder: Path) -> dict[str, Tensor]:
+    """A run's held-out rows: ``tokens``, ``supervised`` ``[S, T]``, at least one with an answer.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, or the file is damaged.
+    """
+    stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
+    if not stored.exists():
+        raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
+    if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+        raise ValueError(f"{stored}: not the held-out rows of a run; {instead}")
+    data = load_file(stored)
+    if not data["supervised"].any():
+        raise ValueError(f"{folder}: no held-out row has an answer; {instead}")
+    return data
+
+
+def positions_of(ranks: Tensor) -> int:
+    """Number of positions of ``[S, T, n, K]`` at which a step begins."""
+    return int((ranks[:, :, 0, 0] >= 0).sum())
+
+
+def write_candidates(folder: Path, ranks: Tensor) -> None:
+    """Write a tree.json whose nodes are chosen at load, by the text's ranks ``[S, T, 1, K]``."""
+    facts = head_facts(ranks)
+    known = facts["candidates"]
+    by_size = trees_by_size(ranks, [size for size in tree_search.SIZES if size <= len(known) + 1])
+    taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
+    calibration = {"positions": positions_of(ranks), **facts, "mean_accepted_length_by_nodes": taus}
+    paths = [one["path"] for one in known]
+    write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
+    said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
+    print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
+
+
+def print_measured(found: Chosen, compared: Sequence[ComparedTree]) -> None:
+    """Tables of the trees that were compared, and by what the best was chosen, to stdout."""
+    timed = found.costs.rounds >= MIN_ROUNDS
+    print(f"  nodes  depth  expected τ  {'' if timed else 'estimated '}ms/step  expected speed-up")
+    width = 7 if timed else 17
+    for c in found.choices:
+        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:{width}.2f}  {c.speedup:17.2f}")
+    if found.by == "timed":
+        print(f"  chosen by timed steps, of {len(found.choices)} of {found.candidates} candidates")
+    else:
+        few = f"{MIN_ROUNDS} rounds" if not timed else "two candidates"
+        print(
+            f"  chosen by the estimate, expected τ / step time by this machine's step costs, of {found.candidates} "
+            f"candidates: the time was too short to time {few}; give more --seconds"
+        )
+    if compared:
+        print("  dynamic trees beside the tree chosen")
+        print("  top_k  depth  nodes     τ  speed-up over it")
+    for c in compared:
+        print(f"  {c.shape.top_k:5d}  {c.shape.depth:5d}  {c.shape.nodes:5d}  {c.tau:4.2f}  {c.speed:16.2f}")
+
+
+def calibrate(
+    folder: Path,
+    drafter: "Calibration",
+    target: Target,
+    texts: Sequence[list[int]],
+    data: dict[str, Tensor],
+    settings: Settings,
+) -> tuple[Chosen, list[ComparedTree]] | None:
+    """Measure a drafter's acceptance and steps, and write its tree.
+
+    Args:
+        folder: of the drafter.
+        texts: prompts, by whose answers it is calibrated; if there are none, by ``data``, of :func:`read_held_out`.
+
+    Returns:
+        What was found; None if the nodes are chosen at load.
+
+    Raises:
+        ValueError: the text has too few positions.
+    """
+    rows = list(range(len(texts))) or data["supervised"].any(1).nonzero().flatten().tolist()
+    random.Random(0).shuffle(rows)
+    if data:  # the longest answer first: where the first one takes all the time, there are positions to count on
+        rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
+    limit = f"calibrating: at most {settings.seconds:.0f} s from here on"
+    console.print(limit + ("" if settings.at_load else ", and about as long again to set up decoders"), markup=False)
+    with ProgressBar("calibrating (s)", math.ceil(settings.seconds), console, transient=True) as advance:
+        progress = _Progress(settings.seconds, advance)
+        text = _count_ranks(drafter, target, texts, data, rows, settings, progress)
+        check_enough(folder, text.positions)
+        if settings.at_load:
+            return write_candidates(folder, text.ranks)
+        ranking = progress.elapsed
+        found, compared, timing = _search(drafter, target, text, settings, progress)
+    seconds = {"ranking": round(ranking, 2), "set_up": round(progress.set_up, 2), "timing": round(timing, 2)}
+    text_of = "the target's answers to the prompts" if texts else "held-out rows"
+    print(
+        f"calibrated on {text.positions:,} positions of {text_of} ({ranking:.0f} s) "
+        f"and {found.costs.rounds} rounds of timed steps ({timing:.0f} s, after {progress.set_up:.0f} s of setting up)"
+        + ("" if found.costs.noise is None else f"; the last ones lowered costs by {found.costs.noise:.1%} at most")
+    )
+    print_measured(found, compared)
+    if drafter.decoding is not None and settings.nodes is None and not compared:
+        print("dynamic trees were not compared with it: the time was too short; give more --seconds")
+    _write_tree(folder, drafter, target, text, found, compared, seconds, settings.lean)
+    return found, compared
+
+
+def _count_ranks(
+    drafter: "Calibration",
+    target: Target,
+    texts: Sequence[list[int]],
+    data: dict[str, Tensor],
+    rows: Sequence[int],
+    settings: Settings,
+    progress: _Progress,
+) -> _Text:
+    """Have the target answer the prompts ``texts``, or take the rows of ``data``, as many as the time allows; and count
+    the drafter's ranks there. ``rows``: the numbers of the texts, in the order in which they are taken."""
+    parts: list[dict[str, Tensor]] = []
+    share = 1.0 if settings.at_load else RANKING
+    for part in batches(len(rows), 8 if texts else 1, progress.began + share * settings.seconds):
+        taken = rows[part]
+        if texts:
+            asked = [texts[row] for row in taken]
+            batch = answer(target, asked, settings.max_new_tokens, 32, progress.show, settings.lean)
+        else:
+            batch = {name: data[name][taken] for name in ("tokens", "supervised")}
+        ranks = drafter.ranks(target, batch["tokens"], batch["supervised"])
+        parts.append({**batch, "ranks": ranks[:, :, None] if ranks.dim() == 3 else ranks})
+        progress.show()
+        if sum(positions_of(done["ranks"]) for done in parts) >= MAX_POSITIONS:
+            break
+    return _Text(joined(parts, "tokens"), joined(parts, "supervised"), joined(parts, "ranks", -1))
+
+
+def _search(
+    drafter: "Calibration", target: Target, text: _Text, settings: Settings, progress: _Progress
+) -> tuple[Chosen, list[ComparedTree], float]:
+    """The tree that is chosen, the dynamic trees beside it, and the seconds of timing."""
+    decoding = None if settings.nodes else drafter.decoding
+    # The first rows may have taken all the time.
+    left = max(settings.seconds - progress.elapsed, (1 - RANKING) * settings.seconds)
+    for_dynamic = 0.0 if decoding is None else DYNAMIC
+
+    def prompts(new_tokens: int, count: int) -> list[list[int]]:
+        length = max(1, min(TIMED_CONTEXT, target.context - new_tokens))  # the context has room for timed steps
+        return [prompt[-length:] for prompt in timing_prompts(text.tokens, text.supervised, count)]
+
+    sizes = (settings.nodes,) if settings.nodes else tree_search.SIZES
+    watch = progress.watch(left - for_dynamic * settings.seconds, 1 - for_dynamic)
+    timed = prompts(2 * TIMED_TOKENS, TIMED_PROMPTS)
+    found = choose(target, drafter, text.ranks, timed, sizes, watch, settings.lean)
+    compared, timing = list[ComparedTree](), watch.elapsed
+    progress.set_up += watch.set_up
+    if decoding is not None:
+        trees = [decoding(target, tree) for tree in (found.choice.trees[0], *tree_search.SHAPES)]
+        watch = progress.watch(max(left - timing, for_dynamic * settings.seconds), for_dynamic)
+        texts = prompts(COMPARED_TOKENS, COMPARED_PROMPTS)
+        compared = compare_dynamic(target, trees, texts, watch, settings.lean)
+        timing += watch.elapsed
+        progress.set_up += watch.set_up
+    return found, compared, timing
+
+
+def fastest_dynamic(compared: Sequence[ComparedTree]) -> ComparedTree | None:
+    """The fastest dynamic tree, if it is faster than the fixed one."""
+    best = max(compared, key=lambda each: each.speed, default=None)
+    return best if best is not None and best.speed > 1 + TIED else None
+
+
+def _write_tree(
+    folder: Path,
+    drafter: "Calibration",
+    target: Target,
+    text: _Text,
+    found: Chosen,
+    compared: Sequence[ComparedTree],
+    seconds: dict[str, float],
+    lean: bool | None,
+) -> None:
+    """Write tree.json, and say what it holds."""
+    chosen, ranks = found.choice, text.ranks
+    chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
+    calibration = {
+        "positions": text.positions,
+        "expected_mean_accepted_length": round(chosen.tau, 4),
+        "chain_mean_accepted_length": round(chain_tau, 4),
+        **(drafter.facts or head_facts)(ranks),
+        "sizes": [
+            {"nodes": c.nodes, "depth": c.depth, "tau": round(c.tau, 4), "seconds_per_step": c.seconds}
+            | {"speedup": round(c.speedup, 4)}
+            for c in found.choices
+        ],
+        "chosen_by": found.by,
+        "seconds": seconds,
+        "rounds": found.costs.rounds,
+        "noise": found.costs.noise,
+        "device": device_name(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
+    }
+    if compared:
+        calibration["dynamic"] = [
+            {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared
+        ]
+    paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
+    stored: dict[str, Any] = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+    faster = fastest_dynamic(compared)
+    if faster is not None:
+        stored["dynamic"] = asdict(faster.shape)
+    write_json(folder / "tree.json", {**stored, "calibration": calibration})
+    by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
+    print(
+        f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
+        f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
+    )
+    if faster is not None:
+        print(f"decoding uses a dynamic tree, {faster.speed:.2f} times as fast: {stored['dynamic']}")

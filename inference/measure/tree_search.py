@@ -1,0 +1,389 @@
+"""The trees with which a drafter is fastest on this device: candidates of all sizes from a text's ranks, timed.
+
+The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
+tokens (:mod:`draftsmith.inference.measure.tree_statistics`). Candidates are decoded with in turn
+(:mod:`draftsmith.inference.measure.timed_search`) or, where there is no time for that, chosen by the estimated time of
+their steps.
+
+Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
+"""
+
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from draftsmith.inference.engine.cache import free_bytes
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.protocol import Drafter
+from draftsmith.inference.measure.step_costs import StepCosts, step_costs
+from draftsmith.inference.measure.timed_search import TIMED_PROMPTS, SearchCosts, timed_search
+from draftsmith.inference.measure.tree_statistics import best_nodes, simulate_ensemble, trees_of
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.verify.tree import Topology, chain
+from draftsmith.models.target import Target
+
+if TYPE_CHECKING:
+    from draftsmith.inference.measure.calibrations import Calibration
+
+SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
+SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
+WORTH = 0.6  # share of the best estimated speed below which a candidate is not set up
+MIN_ROUNDS = TIMED_PROMPTS  # of each candidate: fewer do not choose
+GRACE = 1.5  # times the time for timing, which the first rounds may take
+TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
+TIED = 0.02  # sizes whose speeds differ by less are tied; the smaller one is taken
+COMPARED_TOKENS = 48  # of each prompt, decoded with each tree
+
+Trees = tuple[Topology, ...]  # of each drafter; their roots are one
+
+
+def nodes_of(trees: Trees) -> int:
+    """Number of nodes of merged trees, if no two of them draft the same tokens."""
+    return 1 + sum(len(tree.paths) for tree in trees)
+
+
+@dataclass(frozen=True)
+class TimedTrees:
+    """Trees of one size: expected τ, seconds per step, and tokens/s over plain decoding."""
+
+    trees: Trees
+    tau: float
+    seconds: float
+    speedup: float
+
+    @property
+    def nodes(self) -> int:
+        return nodes_of(self.trees)
+
+    @property
+    def depth(self) -> int:
+        return max(tree.max_depth for tree in self.trees)
+
+
+def pick(choices: Sequence[TimedTrees]) -> TimedTrees:
+    """The smallest tree whose speed is within :data:`TIED` of the highest."""
+    best = max(choice.speedup for choice in choices)
+    return next(choice for choice in choices if choice.speedup >= (1 - TIED) * best)
+
+
+def trees_by_size(
+    ranks: Tensor, sizes: Sequence[int], step_time: Callable[[Trees], float] | None = None
+) -> list[Trees]:
+    """The best trees of each size, until the text holds no more paths.
+
+    Args:
+        ranks: ``[S, T, n, K]`` of the text.
+        sizes: numbers of nodes, rising.
+        step_time: time of a step with trees. With it, those of a size have the number of drafters (the first ones; the
+            trees of the others are empty) and the depth limit that give the most expected tokens / time among those
+            that take no less time than the trees of the smaller size. Without it, the limits are n and K.
+    """
+    count, deepest = ranks.shape[2:]
+    limits = [(count, deepest)]
+    if step_time is not None:
+        depths = [*(depth for depth in DEPTHS if depth < deepest), deepest]
+        limits = list(itertools.product(range(1, count + 1), depths))
+    orders = [best_nodes(ranks[:, :, :used, :depth], max(sizes)) for used, depth in limits]
+    found: list[Trees] = []
+    cost_before = 0.0
+    for size in sizes:
+        options: list[tuple[float, float, Trees]] = []  # speed, cost, trees
+        for nodes in orders:
+            trees = trees_of(nodes[: size - 1], count)
+            if nodes_of(trees) == 1:  # never right on this text; yet a drafter has a path
+                trees = (Topology(((0,),)), *trees[1:])
+            tau, cost = (1.0, 1.0) if step_time is None else (simulate_ensemble(trees, ranks), step_time(trees))
+            options.append((tau / cost, cost, trees))
+        most = max(nodes_of(trees) for _, _, trees in options)
+        if found and most == nodes_of(found[-1]):
+            break
+        options = [option for option in options if nodes_of(option[2]) == most]
+        options = [option for option in options if option[1] >= cost_before] or options
+        _, cost_before, trees = max(options, key=lambda option: option[0])
+        found.append(trees)
+    return found
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Trees that may be the fastest: expected τ, and the estimated time of their step in plain steps.
+
+    levels: of each drafter's tree, where each of them takes a forward pass.
+    """
+
+    trees: Trees
+    tau: float
+    cost: float
+    levels: tuple[int, ...]
+
+    @property
+    def speed(self) -> float:
+        return self.tau / self.cost
+
+    def contained_in(self, other: "Candidate") -> bool:
+        """Whether its steps cannot cost more than the other's."""
+        levels = zip(self.levels, other.levels, strict=True)
+        return nodes_of(self.trees) <= nodes_of(other.trees) and all(one <= more for one, more in levels)
+
+
+def candidates_of(
+    ranks: Tensor, sizes: Sequence[int], costs: StepCosts, step_time: Callable[[Trees], float] | None, chains: bool
+) -> list[Candidate]:
+    """The best trees of each size, and the ``chains`` of each depth, without those that another one surpasses in τ at
+    no higher cost; the fewest nodes first. ``step_time``: as :func:`trees_by_size`; without it, a step costs what the
+    target's step with that many nodes does."""
+    count, deepest = ranks.shape[2:]
+    pool = trees_by_size(ranks, sizes, step_time)
+    if chains:
+        every = itertools.product(range(1, count + 1), range(1, deepest + 1))
+        pool += [(*[chain(depth)] * used, *[Topology(())] * (count - used)) for used, depth in every]
+    found: list[Candidate] = []
+    for trees in pool:
+        cost = costs.relative(nodes_of(trees)) if step_time is None else step_time(trees)
+        levels = () if step_time is None else tuple(tree.max_depth for tree in trees)
+        found.append(Candidate(trees, simulate_ensemble(trees, ranks), cost, levels))
+    kept: list[Candidate] = []
+    for each in sorted(found, key=lambda one: (-one.tau, nodes_of(one.trees), one.cost)):
+        if not any(other.contained_in(each) for other in kept):
+            kept.append(each)
+    return sorted(kept, key=lambda one: (nodes_of(one.trees), one.cost))
+
+
+def in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are worth setting up: the one with the highest estimated speed, the best of the chains, then
+    by estimated speed."""
+    ranked = sorted(candidates, key=lambda each: (-each.speed, nodes_of(each.trees)))
+    worth = [each for each in ranked if each.speed >= WORTH * ranked[0].speed]
+    chains = [each for each in worth[1:] if all(tree == chain(tree.max_depth) for tree in each.trees)]
+    return [worth[0], *chains[:1], *(each for each in worth[1:] if each not in chains[:1])]
+
+
+class Watch:
+    """Time of a part of the calibration, of which setting up is counted by itself.
+
+    Args:
+        seconds: that it may take.
+        set_up_seconds: that setting up may take, in addition.
+        show: called with a note for the progress bar.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        set_up_seconds: float = math.inf,
+        show: Callable[[str], None] = lambda note: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self.set_up_seconds, self.show, self.clock = seconds, set_up_seconds, show, clock
+        self.began, self.set_up = clock(), 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Without setting up."""
+        return self.clock() - self.began - self.set_up
+
+    def is_up(self, share: float = 1.0) -> bool:
+        self.show("")
+        return self.elapsed > share * self.seconds
+
+    @contextmanager
+    def setting_up(self, what: str) -> Iterator[None]:
+        self.show(f"setting up {what}")
+        since = self.clock()
+        try:
+            yield
+        finally:
+            self.set_up += self.clock() - since
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The trees chosen, the candidates they were chosen from, and what chose them: ``timed`` steps or the ``estimate``.
+
+    candidates: their number; ``choices`` has those that were timed or, if none was timed enough, all by the estimate.
+    """
+
+    choice: TimedTrees
+    choices: list[TimedTrees]
+    by: Literal["timed", "estimate"]
+    candidates: int
+    costs: SearchCosts
+
+
+def choose(
+    target: Target,
+    calibration: "Calibration",
+    ranks: Tensor,
+    prompts: Sequence[list[int]],
+    sizes: Sequence[int],
+    watch: Watch,
+    lean: bool | None = None,
+) -> Chosen:
+    """Time the best trees of each size, and chains if there are several sizes, on continuations of the prompts.
+
+    Decoders are set up until the time for that has passed, or as many as can be timed twice with each prompt in the
+    time of ``watch``. Where that is too short the estimate chooses, see :class:`Chosen`. ``ranks``, ``sizes``: as
+    :func:`trees_by_size`.
+    """
+    with watch.setting_up("step costs"):
+        known = step_costs(target, lean)
+        step_time = calibration.step_time and calibration.step_time(target, known)
+        candidates = candidates_of(ranks, sizes, known, step_time, chains=len(sizes) > 1)
+    watch.set_up_seconds += watch.set_up  # step costs are measured once on a machine
+    prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
+    decoders: list[SpeculativeDecoder] = []
+    taus = [1.0]
+
+    def tokens(size: int) -> int:
+        return math.ceil(taus[size] * TIMED_TOKENS) + 1
+
+    def set_up(trees: Trees | None) -> None:
+        """Allocate, take the first steps and, on a GPU, capture them."""
+        drafter = calibration.build(target, *trees) if trees else None
+        decoders.append(_decoder(target, drafter, lean, prompts[0], tokens(len(decoders))))
+
+    with watch.setting_up("plain decoding"):
+        set_up(None)
+        since = time.perf_counter()
+        ends = _ends(decoders[0], prompts[0], tokens(0))
+        taken = time.perf_counter() - since
+    steps = min(taken, ends[-1] - ends[0])
+    prefill, ready = taken - steps, list[Candidate]()
+    two_rounds = MIN_ROUNDS * taken
+    memory, largest = free_bytes(target.device), 0
+    worth = in_order(candidates)
+    for each in worth:
+        two_rounds += MIN_ROUNDS * (prefill + steps * each.cost)
+        if watch.set_up > watch.set_up_seconds or watch.elapsed + two_rounds > watch.seconds:
+            break
+        if target.device.type == "cuda" and memory < 2 * largest:
+            break
+        with watch.setting_up(f"decoder {len(ready) + 1} of at most {len(worth)}"):
+            taus.append(each.tau)
+            set_up(each.trees)
+        ready.append(each)
+        left = free_bytes(target.device)
+        memory, largest = left, max(largest, memory - left)
+    costs = SearchCosts([math.inf], 0, None, [0])
+    if ready:
+        costs, ready = _timed(decoders, ready, prompts, tokens, watch)
+    decoders.clear()
+    gc.collect()  # a cache and its layers refer to each other
+    timed = [(each, cost, runs) for each, cost, runs in zip(ready, costs.seconds[1:], costs.runs[1:], strict=True)]
+    enough = [runs >= MIN_ROUNDS for _, _, runs in timed]
+    if costs.rounds < MIN_ROUNDS or not any(enough):
+        estimated = [
+            TimedTrees(each.trees, each.tau, each.cost * known.plain_seconds, each.speed) for each in candidates
+        ]
+        best = max(estimated, key=lambda each: (each.speedup, -each.nodes))
+        return Chosen(best, estimated, "estimate", len(candidates), costs)
+    # Trees that contain others are never cheaper: if they were measured to be, the others' measurement was disturbed.
+    plain = costs.seconds[0]
+    choices, able = list[TimedTrees](), list[TimedTrees]()
+    for (each, cost, runs), often in zip(timed, enough, strict=True):
+        if runs:
+            seconds = min(cost, *(more for other, more, _ in timed if each.contained_in(other)))
+            choices.append(TimedTrees(each.trees, each.tau, seconds, each.tau * plain / seconds))
+            able += choices[-1:] if often else []
+    by = "timed" if len(ready) > 1 or len(worth) == 1 else "estimate"
+    return Chosen(pick(able), choices, by, len(candidates), costs)
+
+
+def _timed(
+    decoders: list[SpeculativeDecoder],
+    ready: list[Candidate],
+    prompts: Sequence[list[int]],
+    tokens: Callable[[int], int],
+    watch: Watch,
+) -> tuple[SearchCosts, list[Candidate]]:
+    """Time plain decoding, the first of the decoders, and those of the candidates that are ``ready``; returns their
+    costs, and the candidates in the order of these: the fewest nodes first."""
+    order = sorted(range(len(ready)), key=lambda at: (nodes_of(ready[at].trees), ready[at].cost))
+    sorted_ready, places = [ready[at] for at in order], [0, *(at + 1 for at in order)]
+    cheaper = [
+        [0, *(other for other, less in enumerate(sorted_ready[:place], 1) if less.contained_in(each))]
+        for place, each in enumerate(sorted_ready)
+    ]
+    rounds = 0
+
+    def run(size: int, turn: int) -> list[float]:
+        nonlocal rounds
+        rounds += size == 0
+        prompt, place = prompts[turn % len(prompts)], places[size]
+        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[place], prompt, tokens(place)))]
+
+    def time_is_up() -> bool:
+        return watch.is_up(GRACE if rounds <= MIN_ROUNDS else 1.0)
+
+    return timed_search(run, [1.0, *(each.tau for each in sorted_ready)], time_is_up, [[], *cheaper]), sorted_ready
+
+
+@dataclass(frozen=True)
+class ComparedTree:
+    """A dynamic tree beside the fixed one, continuing the same texts: its τ, and its tokens/s over the fixed tree's."""
+
+    shape: DynamicShape
+    tau: float
+    speed: float
+
+
+def compare_dynamic(
+    target: Target, drafters: Sequence[Drafter], prompts: Sequence[list[int]], watch: Watch, lean: bool | None = None
+) -> list[ComparedTree]:
+    """Continue the same prompts with the fixed tree and the dynamic ones, each by all of them in turn.
+
+    ``drafters``: with the fixed tree, then with each of :data:`SHAPES`. Those for which the time for setting up is too
+    short are left out; all are, where the time of ``watch`` is too short for two prompts.
+    """
+    longest, decoders, least = max(prompts, key=len), list[SpeculativeDecoder](), min(2, len(prompts))
+    for drafter in drafters:
+        if decoders and watch.set_up > watch.set_up_seconds:
+            break
+        with watch.setting_up(f"tree {len(decoders) + 1} of {len(drafters)} to compare"):
+            decoders.append(_decoder(target, drafter, lean, longest, COMPARED_TOKENS))
+            if len(decoders) == 1:
+                since = time.perf_counter()
+                _ends(decoders[0], longest, COMPARED_TOKENS)
+                taken = time.perf_counter() - since
+        if least * len(drafters) * taken > watch.seconds:
+            return []
+    seconds, steps, tokens, compared = [0.0] * len(decoders), [0] * len(decoders), 0, 0
+    for number, prompt in enumerate(prompts):
+        if number and watch.is_up():
+            break
+        for tree, decoder in enumerate(decoders):
+            ends = _ends(decoder, prompt, COMPARED_TOKENS)
+            seconds[tree] += ends[-1] - ends[0]  # without the prefill, which gives the first token
+            steps[tree] += len(ends) - 1
+        tokens += COMPARED_TOKENS - 1
+        compared += 1
+    if compared < least:
+        return []
+    pairs = zip(SHAPES, steps[1:], seconds[1:], strict=False)
+    return [ComparedTree(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
+
+
+def _decoder(
+    target: Target, drafter: Drafter | None, lean: bool | None, prompt: list[int], count: int
+) -> SpeculativeDecoder:
+    """A decoder that has allocated for a prompt and ``count`` tokens, and has chosen the forms of products."""
+    decoder = SpeculativeDecoder(target, drafter, lean=lean)
+    decoder.serve([Request(prompt, 4, stop_ids=frozenset())], 1, max_length=len(prompt) + count)
+    return decoder
+
+
+def _ends(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> list[float]:
+    """When the prefill and each step of an answer of ``count`` tokens ended. On a CPU by this thread's time, which
+    other processes disturb less; it excludes waiting for a GPU or a disk."""
+    target, ends = decoder.target, list[float]()
+    clock = time.perf_counter if target.spread or target.device.type != "cpu" else time.thread_time
+    decoder.generate([prompt], count, stop_ids=frozenset(), on_tokens=lambda *_: ends.append(clock()))
+    return ends
