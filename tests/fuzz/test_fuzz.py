@@ -8,7 +8,6 @@ import argparse
 import copy
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -23,7 +22,6 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftsmith.benchmarks import step_times as bench
@@ -543,36 +541,6 @@ def test_drafter_weights(folder, drafter, run_main, plain, data):
 # ---- trees
 
 
-@st.composite
-def trees(draw: Any) -> list[list[int]]:
-    """A tree that is one, with up to 40 nodes, in any order of its paths."""
-    chance, paths = random.Random(draw(st.integers(0, 1 << 32))), [()]
-    for _ in range(draw(st.integers(0, 40))):
-        above = chance.choice([path for path in paths if len(path) < 3])
-        path = (*above, chance.randrange(12))
-        if path not in paths:
-            paths.append(path)
-    chance.shuffle(paths)
-    return [list(path) for path in paths if path]
-
-
-@examples(40)
-@given(paths=trees())
-def test_trees_decode_exactly(folder, drafter, target, plain_tokens, heads, paths):
-    rewrite(folder / "tree.json", {"paths": paths})
-    topology = read_tree(folder / "tree.json")
-    assert sorted(map(list, topology.paths)) == sorted(paths)
-    decoder = SpeculativeDecoder(target, MedusaDrafter(heads, topology, target))
-    prompts, expected = plain_tokens
-    assert [result.tokens for result in decoder.generate(prompts, 16)] == expected
-
-
-@pytest.fixture(scope="module")
-def plain_tokens(target):
-    prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):", "a")]
-    return prompts, [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 16)]
-
-
 @pytest.fixture(scope="module")
 def heads(drafter, target):
     _, config, weights = read_drafter(str(drafter))
@@ -662,47 +630,3 @@ def test_target_tokenizers(folder, tiny_lm, data):
     else:
         (odd / name).write_bytes(data.draw(DAMAGE).of((tiny_lm / name).read_bytes()))
     loads_or_says(odd)
-
-
-OF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
-NAMES = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-NAMES += [f"model.layers.1.{part}.weight" for part in OF_LAYER]
-KINDS = ["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", "bytes"]
-
-
-@examples(30)
-@given(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS), damage=DAMAGE)
-@example("model.layers.1.self_attn.k_proj.weight", "nan", Damage(0, 0, b"", False))  # attention hides these
-@example("lm_head.weight", "bytes", Damage(1.0, 0, b"more", False))
-def test_target_weights(folder, tiny_lm, name, kind, damage):
-    odd = odd_target(folder, tiny_lm)
-    weights = load_file(odd / "model.safetensors")
-    weight = weights.pop(name)
-    match kind:
-        case "gone":
-            pass
-        case "renamed":
-            weights[name + "x"] = weight
-        case "turned":
-            weights[name] = weight.mT.contiguous() if weight.dim() == 2 else weight
-        case "cut":
-            weights[name] = weight[: len(weight) // 2].contiguous()
-        case "flat":
-            weights[name] = weight.flatten()
-        case "nan":
-            weights[name] = torch.full_like(weight, float("nan"))
-        case "integers":
-            weights[name] = weight.to(torch.int8)
-        case _:
-            weights[name] = weight.half().float() if kind == "half" else weight
-    save_file(weights, odd / "model.safetensors", {"format": "pt"})
-    if kind == "bytes":
-        whole = (odd / "model.safetensors").read_bytes()
-        (odd / "model.safetensors").write_bytes(damage.of(whole))
-    changed_shape = (weight.dim() == 2 and kind in ("cut", "flat")) or (kind == "turned" and len({*weight.shape}) == 2)
-    if kind in ("gone", "renamed", "nan") or changed_shape:
-        with pytest.raises((ValueError, FileNotFoundError)) as error:
-            load_target(str(odd), device="cpu")
-        said(error.value)
-    else:
-        loads_or_says(odd)
