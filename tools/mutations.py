@@ -40,6 +40,17 @@ class Mutation:
             raise ValueError(f"{LIST.name}: {self.folder}/ holds this text {len(found)} times, not once: {self.old}")
         return found[0]
 
+    def test_paths(self, root: Path) -> list[str]:
+        """The tests as pytest takes them. Raises ValueError: a file is not there exactly once."""
+        paths = []
+        for test in self.tests:
+            name, colons, function = test.partition("::")
+            found = [path for path in (root / "tests").rglob("test_*.py") if str(path).endswith(f"/{name}")]
+            if len(found) != 1:
+                raise ValueError(f"{LIST.name}: {name}: there are {len(found)} such files of tests, not one")
+            paths.append(f"{found[0].relative_to(root)}{colons}{function}")
+        return paths
+
 
 def read() -> list[Mutation]:
     """The mutations of the list, in its order."""
@@ -49,7 +60,7 @@ def read() -> list[Mutation]:
     return [Mutation(folder, (*tests.split(),), old[2:], new[2:]) for (folder, tests), old, new in heads]
 
 
-def run_tests(root: Path, tests: tuple[str, ...]) -> int | None:
+def run_tests(root: Path, tests: list[str]) -> int | None:
     """The exit code of pytest in a checkout; None if it took too long."""
     environment = os.environ | {"PYTHONPATH": str(root / ".types"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
@@ -76,7 +87,7 @@ def main() -> None:
                 if key not in results:
                     text = file.read_text("utf-8")
                     file.write_text(text.replace(each.old, each.new), "utf-8")
-                    code = run_tests(copy, each.tests)
+                    code = run_tests(copy, each.test_paths(copy))
                     file.write_text(text, "utf-8")
                     results[key] = VERDICTS.get(code, f"pytest ended with {code}")
                     write_json(args.results, results)

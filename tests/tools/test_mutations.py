@@ -18,7 +18,7 @@ def test_how_many_there_are():
 def test_each_can_be_made(each):
     assert each.old != each.new
     each.file(ROOT)  # refuses
-    for test in each.tests:
+    for test in each.test_paths(ROOT):
         file, _, name = test.partition("::")
         assert f"def {name}(" in (ROOT / file).read_text("utf-8") or not name, test
 
@@ -27,3 +27,5 @@ def test_a_text_that_is_not_there_once_is_refused():
     for old, count in (("no such line", 0), ("import torch\n", "")):
         with pytest.raises(ValueError, match=f"models/ holds this text {count}.* not once"):
             mutations.Mutation("models", (), old, "").file(ROOT)
+    with pytest.raises(ValueError, match=r"test_medusa\.py: there are 2 such files of tests, not one"):
+        mutations.Mutation("models", ("test_medusa.py",), "", "").test_paths(ROOT)

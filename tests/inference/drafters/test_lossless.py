@@ -9,6 +9,7 @@ import torch
 from eagles import TREES, fitted, untrained
 from tiny_models import SPARSE, noisy_heads, perturbed, random_shortlists, random_starts, some_ids
 
+from draftsmith.inference.drafters import compressed as compression
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.dynamic import DynamicShape
@@ -23,6 +24,14 @@ from draftsmith.models.shortlist import ShortlistConfig, budget
 TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
 ACCEPTANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths, in order
 COSTS = StepCosts({1: 1.0, 8: 1.4, 32: 3.0})
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Compressed caches of short texts: few observed queries, and selections that are made anew after few tokens."""
+    monkeypatch.setitem(compression.OBSERVED, "snapkv", 4)
+    monkeypatch.setattr(compression, "APPENDED", 9)
+
 
 # ---- makers: (make_target, target, …) → drafter
 
@@ -59,16 +68,18 @@ def small_eagle(_, target, tree, kind="eagle3", ids=False, draws="without_replac
     return EagleDrafter(made, target, tree, draws=draws, shortlist=shortlist)
 
 
-def listed_eagle(make_target, target, tree, kind, schedule, ids=False):
+def listed_eagle(make_target, target, tree="sparse", kind="dynaspec", schedule="fixed", ids=False):
     """With shortlists of half of the vocabulary."""
     made = fitted(target, make_target, "eagle3", ids)
-    outputs, starts = made.config.outputs, ()
-    config = ShortlistConfig(kind, outputs, tuple(max(3, n) for n in budget(outputs // 2, schedule)))
+    outputs = made.config.outputs
+    few = target.vocab_size == suite.SMALL
+    starts = [0, 1, 2, outputs] if few else random_starts(9, outputs)
+    fields = {"capacity": tuple(max(3, tokens) for tokens in budget(outputs // 2, schedule))}
     if kind == "dynaspec":
-        sizes = {"embedding_size": target.hidden_size, "feature_size": made.config.hidden_size, "router_width": 8}
-        config = ShortlistConfig(kind, outputs, config.capacity, budget(5, schedule), 9, **sizes)
-        starts = random_starts(9, outputs)
-    return EagleDrafter(made, target, TREES[tree], shortlist=random_shortlists(config, starts))
+        fields |= {"clusters": budget(2 if few else 5, schedule), "num_clusters": len(starts) - 1, "router_width": 8}
+        fields |= {"embedding_size": target.hidden_size, "feature_size": made.config.hidden_size}
+    shortlist = random_shortlists(ShortlistConfig(kind, outputs, **fields), starts)
+    return EagleDrafter(made, target, TREES[tree], shortlist=shortlist)
 
 
 def compressed(_, target, name="snapkv", entries=9, tree=(1, 1, 1), own=True):
@@ -94,19 +105,18 @@ def merged(*members, nodes=40, costs=None):
 GREEDY, COUPLED, APART, SEEDS, WARM_UP, STATIC = "greedy", "coupled", "apart", "seeds", "warm_up", "static"
 ALL = (STATIC, WARM_UP, COUPLED, APART, SEEDS, GREEDY)
 HEADS, MODEL, DEEPER, NGRAM = of(heads), of(model), of(eagle, tree="chain", kind="eagle1"), of(ngram, depth=4)
-LISTED = {"tree": "sparse", "kind": "dynaspec", "schedule": "fixed"}
 EXACT = {
     "n-grams": (NGRAM, ALL),
-    "heads of a draft vocabulary": (of(heads, ids=True), (COUPLED, APART, GREEDY)),
+    "heads of a draft vocabulary": (of(heads, ids=True), (COUPLED, APART)),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1), noise=0.1), ALL),
     "a draft model's tree": (of(model, tree=SPARSE, noise=0.1), ALL),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), (GREEDY, COUPLED)),
     "EAGLE-1": (DEEPER, ALL),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
-    "FR-Spec": (of(listed_eagle, **LISTED | {"kind": "fr_spec", "schedule": "position_aware"}), (COUPLED,)),
-    "DynaSpec": (of(listed_eagle, ids=True, **LISTED), ALL),
-    "DynaSpec, dynamic": (of(listed_eagle, **LISTED | {"tree": "dynamic"}), (COUPLED,)),
+    "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
+    "DynaSpec": (of(listed_eagle, ids=True), ALL),
+    "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
     "snapkv": (of(compressed), ALL),
     "streamingllm": (of(compressed, name="streamingllm"), ALL),
     "topk": (of(compressed, name="topk"), ALL[1:]),  # it selects in each step, by the host
