@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from draftsmith.data import preview, sources
+from draftsmith.train.tiny import SAMPLES
 
 
 @pytest.fixture
