@@ -32,7 +32,7 @@ help:
 	@echo 'make test-more  whole runs, those of benchmarks and of make gpu, and those that need what make models fetches'
 	@echo 'make test-full  all tests'
 	@echo 'make test-torch TORCH=2.15.0  those of kernels, models and inference with another torch'
-	@echo 'make lint       ruff and pyright'
+	@echo 'make lint       ruff, pyright, and the length of sentences in the documents'
 	@echo 'make docs       the documents as a site, in site/'
 	@echo 'make kernel-report  what the kernels need of a GPU, by the installed and by the oldest supported Triton'
 	@echo 'make bench      measure training and decoding on this machine'
@@ -149,6 +149,7 @@ lint: install
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+	$(PY) tools/sentences.py
 
 # Links of the documents lead out of docs/, so that the site is made of a copy of what they lead to. Broken ones are errors.
 docs:

@@ -9,7 +9,7 @@
     python benchmarks/claims.py --keep                        # keep what was run here, and write docs/claims.md
 
 A claim is that its judged figures are above a bound. It is confirmed if the 95 % intervals of all lie above, refuted
-for those that lie below, and undecided otherwise: each verdict is one about the experiment that stands beside it.
+for those that lie below, and undecided otherwise: each verdict is only about the experiment in its row.
 It holds where the results of all seeds have it, and is reproduced where their intervals overlap.
 A claim about speed needs a machine that does nothing else. Drafters that a claim trains are made once and kept.
 """
@@ -77,10 +77,10 @@ from draftsmith.models.artifact import device_name, versions
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 ABOUT = f"""# The papers' claims
 
-Written from {KEPT} by `python benchmarks/claims.py --keep`, which adds new results first. A verdict is one about the
-experiment that stands beside it alone; [how claims are run and judged](decoding.md#a-papers-claim-reproduced). †: a
-figure noted from the paper earlier and not read again. Figures of ours that are not judged, a claim's command prints.
-Where there are two of a figure, the second is of `--seed 1`: other prompts, and other training and samples where there
+Written from {KEPT} by `python benchmarks/claims.py --keep`, which adds new results first. A verdict is only about the
+experiment in its row; [how claims are run and judged](decoding.md#a-papers-claim-reproduced). †: a
+figure noted from the paper earlier and not read again. Figures of ours that are not judged are printed by the claim's
+command. If a figure has two values, the second is of `--seed 1`: other prompts, and other training and samples if there
 are any.
 """
 AWAITS, IMPOSSIBLE, QUIET = "awaits a GPU", "not comparable", "not run here"

@@ -118,8 +118,10 @@ def _refusals() -> Iterator[None]:
 def encode_user_turn(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None = None
 ) -> tuple[list[int], str]:
-    """The prompt from which a model writes the user's next turn: the token ids of the conversation, rendered up to the
-    beginning of that turn's text; and the first word of what the template writes after the text, where the turn ends.
+    """The prompt from which a model writes the user's next turn, and the word that ends that turn.
+
+    The prompt is the token ids of the conversation, rendered up to the beginning of the turn's text. The word is the
+    first one that the template writes after the text.
     Raises UnusableRow: as :func:`encode_prompt`; or the template does not keep the user's text as it is."""
     turn: Message = {"role": "user", "content": MARK}
     text = str(apply_template([*messages, turn], tokenizer, template, tokenize=False, add_generation_prompt=True))
@@ -136,9 +138,11 @@ def encode_prompt(
     template: str | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """The token ids of a prompt: a text to be continued, after the special tokens that the tokenizer adds before one,
-    or a conversation to be answered, rendered by the template (the tokenizer's own, if None) up to the assistant's
-    turn. ``tools``: those that the assistant may call, for the template.
+    """The token ids of a prompt: a text to be continued, or a conversation to be answered.
+
+    A text follows the special tokens that the tokenizer adds before one. A conversation is rendered by the template
+    (the tokenizer's own, if None) up to the assistant's turn. ``tools``: those that the assistant may call, for the
+    template.
     Raises UnusableRow: there is no template, or it refuses the conversation or fails on it."""
     if isinstance(prompt, str):
         return _begun(tokenizer, _ids(tokenizer, prompt))
@@ -184,18 +188,18 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _unseen(marked: Sequence[Message], text: str) -> set[str]:
-    """The roles, but for the assistant's, of which a rendered text lacks a message, as what is to be said."""
+    """Roles other than the assistant's with a message that the rendered text lacks, as notes for the user."""
     return {f"{m['role']} message" for m in marked if m["role"] != "assistant" and m["content"] not in text}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row as samples: one, or several where the template renders an answer differently once others follow it.
+    """A row as samples: one, or several if the template renders an answer differently once others follow it.
 
     answers: number of the assistant's messages.
-    notes: what is to be said of some of them, once for each: that they have no label, and why, …
+    notes: notes for the user on some of them, one for each: that they have no label, and why, …
     rendered: the fields of its messages that the template renders.
-    left_out: the roles of which it renders no message (``system message``); looked for where the row is checked.
+    left_out: the roles whose messages it does not render (``system message``); only searched if the row is checked.
     """
 
     samples: list[Sample]
@@ -217,7 +221,7 @@ def encode(
     check: bool = False,
 ) -> Encoded:
     """Token ids with the label mask, cut at ``max_length`` (never dropped).
-    ``finish_reasons``: why each of the assistant's turns ended, if known, or why the last one did: after one that was
+    ``finish_reasons``: why each of the assistant's turns ended, if known, or why the last one did. After one that was
     cut ("length") the template's end token is not a label, since the assistant did not write it.
     ``tools``: those that the assistant may call, for the template.
     ``reasoning``: whether what the assistant wrote before its answer is given to the template.
@@ -467,7 +471,7 @@ class Chat:
         return parts, notes
 
     def _not_trained_on(self, message: Message) -> str | None:
-        """Why an answer gets no label, whatever the template renders."""
+        """Why an answer gets no label, for any rendering by the template."""
         for name in FLAGS:
             if not message.get(name, True):
                 return f"'{name}' is {int(message[name])}"
@@ -503,7 +507,7 @@ class Chat:
         return Sample(ids, supervised)
 
     def _check_roles(self) -> set[str]:
-        """The roles of which the template renders no message.
+        """The roles whose messages the template does not render.
         Raises ValueError: it renders the text of another role where the assistant's is."""
         marked = _marked(self.messages)
         chat = Chat(marked, self.tokenizer, self.template, self.tools)

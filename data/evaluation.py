@@ -301,8 +301,8 @@ def load(name: str) -> list[EvaluationPrompt]:
 
 
 def sample(prompts: Sequence[EvaluationPrompt], count: int, seed: int) -> list[EvaluationPrompt]:
-    """``count`` prompts, or all if there are fewer, in an order that depends on their sources and the seed alone, so
-    that fewer of them are the first of more."""
+    """``count`` prompts, or all if there are fewer. Their order depends only on their sources and the seed, so that a
+    smaller ``count`` gives the first of a larger one."""
     return sorted(prompts, key=lambda prompt: _order(prompt.source, seed))[:count]
 
 

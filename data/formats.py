@@ -3,12 +3,12 @@
     messages            [{"role": "user", "content": …}, …]     a conversation (OpenAI)
     conversations       [{"from": "human", "value": …}, …]      a conversation (ShareGPT)
     turns               ["…", "…"]                              what the user asks, in order (Spec-Bench, MT-Bench)
-    prompt, completion  two texts, or two lists of messages     to train on; a prompt alone can only be asked
+    prompt, completion  two texts, or two lists of messages     to train on; without completion it can only be asked
     text                a document                              to train on
 
-Beside a conversation: ``system``, a text that becomes its first message, and ``tools``. A message may have further
-fields (``tool_calls``, ``reasoning_content``, ``weight``, …); they are kept, without those that are null or empty, so
-that a row is the same from JSON and from parquet, which gives each message the fields of all others.
+A conversation may come with ``system``, a text that becomes its first message, and ``tools``. A message may have
+further fields (``tool_calls``, ``reasoning_content``, ``weight``, …). They are kept, except null and empty ones:
+parquet gives each message the fields of all others, and a row is the same from JSON and from parquet.
 
 :func:`read_sample` reads rows to train on, :func:`read_prompt` rows that ask something. Light to import.
 """
@@ -78,7 +78,7 @@ def read_sample(row: Any) -> str | list[Message] | Completion:
 
 def read_prompt(row: Any) -> str | list[Message] | Turns:
     """A row that asks something: a text, a conversation (with the assistant's messages, if it has any), or the user's
-    turns. A ``completion`` beside a prompt is ignored.
+    turns. The ``completion`` of a prompt is ignored.
     Raises UnusableRow: none of the known formats, malformed, or empty."""
     fields = _fields(row)
     chat = _conversation(fields)

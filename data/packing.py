@@ -109,8 +109,8 @@ class Rows:
 
         Returns:
             ``tokens [S, T]`` int32 (padding 0), ``supervised [S, T]`` bool, ``segment [S, T]`` int32 (1, 2, … by sample
-            in its row, 0 at padding), and with ``share`` also ``positions [S, T]`` int64, which begin at 0 in every
-            segment: given these and no mask, ``transformers`` models keep the segments of a row apart.
+            in its row, 0 at padding). With ``share`` also ``positions [S, T]`` int64, which begin at 0 in every
+            segment. Given these and no mask, ``transformers`` models keep the segments of a row apart.
         """
         length = self.length if length is None else length
         shape = (len(numbers), length)

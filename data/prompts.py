@@ -6,11 +6,11 @@
     python data/prompts.py human-eval writing questions chat --count 24 --out P.jsonl    # 24 of each, after make models
 
 Windows (stdlib, readmes, package:NAME) begin at the start of a line and have exactly --prompt-tokens tokens. They are
-spread over all modules of the split. Which modules these are depends on their names alone, so no training recipe has
+spread over all modules of the split. A module's split depends only on its name, so no training recipe has
 seen them. Long windows are cut from books (held-out modules, one after the other) and manuals (packages' descriptions).
 
-Look-up prompts are windows of manuals whose continuation stands far back: passages ends in the beginning of a passage
-from a third into the window; values in a question for a number that is stated in its middle.
+Look-up prompts are windows of manuals whose continuation stands far back. A window of passages ends in the beginning
+of a passage from a third into the window; one of values ends in a question for a number that is stated in its middle.
 
 Evaluation prompts are chats from packages' data, each with its kind: code (human-eval), writing, questions, chat, rare,
 math, sql, summary, translation, or one of ten languages. With --tokenizer and --prompt-tokens, those with more tokens
@@ -232,7 +232,7 @@ def main() -> None:
         tokenizer = _tokenizer(args.tokenizer) if args.tokenizer else None
         sets = [evaluation_prompts(name, args.count, args.seed, tokenizer, args.prompt_tokens or 0) for name in names]
         write(args.out, [prompt for chosen in sets for prompt in chosen])
-        print(f"{args.out}: {args.count} prompts {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
+        print(f"{args.out}: {counted(args.count, 'prompt')} {'each ' if len(names) > 1 else ''}of {', '.join(names)}")
         return
     if len(names) > 1:
         parser.error("only evaluation sets can be given together; cut windows of one source at a time")

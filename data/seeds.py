@@ -39,8 +39,8 @@ SELF_TALK_PROMPT = (
 class Seed:
     """The user's side of one conversation.
 
-    id: hash of the source's name and the content (and, among equal ones, a number): the same on every machine, whatever
-        the other rows are, and however many were added to the source since.
+    id: hash of the source's name and the content (and, among equal ones, a number). It is the same on every machine,
+        and does not depend on the other rows or on rows added to the source later.
     messages: the messages of the user and the system in order, none of the assistant; the last is the user's. None at
         all: the model writes the user's first turn, too.
     """

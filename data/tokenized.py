@@ -63,7 +63,7 @@ def read_template(template: str | None) -> str | None:
 
 
 def tokenizer_facts(tokenizer: PreTrainedTokenizerBase, template: str | None) -> dict[str, Any]:
-    """What tokens depend on beside the text. ``template``: in place of the tokenizer's own, if there is one."""
+    """What tokens depend on, apart from the text. ``template``: in place of the tokenizer's own, if there is one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {
         "tokenizer": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),

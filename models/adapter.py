@@ -134,8 +134,8 @@ def merge_adapter(target: Target, folder: Path) -> Target:
 
 
 def target_of(folder: Path, config: Mapping[str, Any], target: Target, *, keep_template: bool = False) -> Target:
-    """The given target, as a drafter needs it: with the drafter's adapter merged, if it has one, and with the chat
-    template that the drafter was trained with, if it has one of its own.
+    """The given target, as a drafter needs it: with the drafter's adapter merged, if it has one. It gets the chat
+    template that the drafter was trained with, if the drafter brings one.
     ``keep_template``: keep the target's own chat template, if it has one.
     Raises FileNotFoundError, ValueError: the drafter is not for this target, or its adapter is missing or damaged."""
     wanted = config["target"]

@@ -10,15 +10,15 @@ them.
     EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
               logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
 
-Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have embeddings of their own, and
+Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have their own embeddings, and
 be of another width than the target.
 
-The layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), whatever the
-target's family is: that is what servers load. Its sizes and rotary positions are the target's.
+The layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), for every
+family of targets, since that is what servers load. Its sizes and rotary positions are the target's.
 
-Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, d hidden width, W the target's
-(d, unless the config says otherwise), H query heads, G key/value heads, D head width, V vocabulary, S draft vocabulary
-(V if there is none), K unrolled steps.
+Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, K unrolled steps. d is the
+hidden width, W the target's (d, unless the config says otherwise). H query heads, G key/value heads, D head width. V is
+the vocabulary, S the draft vocabulary (V if there is none).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,14 +49,14 @@ class EagleConfig:
     """The shape of an EAGLE drafter.
 
     version: 1 or 3.
-    projection: ``own``: a matrix ``[S, d]`` of its own (EAGLE-3); ``shared``: the target's LM head.
+    projection: ``own``: its own matrix ``[S, d]`` (EAGLE-3); ``shared``: the target's LM head.
     captured_layers: layers of the target whose inputs it reads (EAGLE-3).
     norm_before_fc: a norm of the joined features before ``fc``; fc_norm: one norm for each captured layer;
     norm_output: the hidden state that a draft continues with is the normed one (EAGLE-3.1).
     fc_bias: whether ``fc`` has a bias (EAGLE-1).
     norm_before_residual: the layer's residual is the normed hidden state (EAGLE-3).
     attention_bias: q, k and v have a bias, as in Qwen2.
-    own_embeddings: a matrix ``[V, d]`` of its own, instead of the target's embeddings.
+    own_embeddings: its own matrix ``[V, d]``, instead of the target's embeddings.
     target_hidden_size: W, width of the features, where it is not the drafter's (EAGLE-3).
     """
 

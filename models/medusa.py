@@ -165,7 +165,7 @@ class MedusaHeads(nn.Module):
         return features @ own.transpose(1, 2)
 
     def _shared(self, features: Tensor, draft_head: nn.Module) -> Tensor:
-        """The shared projection, in the LM head's dtype (heads train in float32 beside a bfloat16 target) and on its
+        """The shared projection, in the LM head's dtype (heads train in float32 with a bfloat16 target) and on its
         device (a spread target's may be another one)."""
         logits = apply_linear(draft_head, features.to(next(draft_head.parameters()).dtype)).to(features.device)
         assert logits.shape[-1] == self.config.outputs, "these are the LM head's logits; draft_head takes its rows"

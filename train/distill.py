@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
 from draftsmith.common.content import check_recipe
 
 PARSER = recipe_parser(
@@ -90,8 +90,9 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     asked = f" and {written:,} messages of the user of {d.user_tokens:,}" if written else ""
     tokens = answers * d.max_new_tokens + written * d.user_tokens
     console.print(
-        f"{len(seeds):,} prompts with {turns:,} turns of the user, {recipe.self_talk} more of self-talk each: at most "
-        f"{answers:,} answers of {d.max_new_tokens:,} tokens{asked}, {tokens:,} tokens in all, {d.mode}, by "
+        f"{counted(len(seeds), 'prompt')} with {counted(turns, 'turn')} of the user, {recipe.self_talk} more of "
+        f"self-talk each: at most {answers:,} answers of {d.max_new_tokens:,} tokens{asked}, {tokens:,} tokens in all, "
+        f"{d.mode}, by "
         f"{recipe.backend}.{' The first prompt:' if seeds[0].messages else ''}"
     )
     if not seeds[0].messages:

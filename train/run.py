@@ -425,6 +425,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
             check_init_from(recipe, script.name)
         if main_process:
             dry_run.show(recipe, script.plans, accelerator, args.verbose)
+            console.print("now the same recipe at toy size, with a random target of the family …")
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
     folders.check(recipe, recipe.stages)
     folder = recipe.run.folder

@@ -156,8 +156,8 @@ def interact(
 ) -> None:
     """Answer lines from stdin until ``/exit``, the end of the input, or Ctrl-C between answers.
 
-    With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn;
-    without one, or with ``raw``, each line is a text of its own that the target continues. ``system``: the messages
+    With a chat template they are the user's messages of a conversation, which is rendered and prefilled anew each turn.
+    Without one, or with ``raw``, each line is a separate text that the target continues. ``system``: the messages
     that a conversation begins with.
     """
     target = decoder.target

@@ -41,7 +41,7 @@ def check_memory(
     options: dict[str, Any],
     whole: bool = False,
 ) -> None:
-    """Say how many texts of a length fit beside the weights, if several are to be decoded at a time.
+    """Print how many texts of a length fit into memory with the weights, if several are to be decoded at a time.
 
     Args:
         drafters: names as decode.py takes them; the largest counts.

@@ -86,8 +86,8 @@ def with_later_turns(prompts: Sequence[Prompt], answers: Callable[[list[Prompt]]
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts from JSON lines or a parquet file, in the formats of rows that
-    :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a text is raw text; of ``turns`` the first
-    is the user's message, and the others are ``later``; the last message of a conversation is left out if it is the
+    :func:`draftsmith.data.formats.read_prompt` reads. A ``prompt`` that is a text is raw text. The first of ``turns``
+    is the user's message, and the others are ``later``. The last message of a conversation is left out if it is the
     assistant's, the answer that is asked for. A text in ``kind``, or in ``category`` (MT-Bench, Spec-Bench,
     SPEED-Bench), names the kind of text.
 

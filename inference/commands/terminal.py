@@ -130,8 +130,8 @@ def separate_text() -> None:
 
 
 def end_text(text: str) -> None:
-    """End the line of a whole text: on the terminal, else on stderr, which may go to the same file; stdout gets the
-    text alone."""
+    """End the line of a whole text: on the terminal, else on stderr, which may go to the same file. stdout gets only
+    the text."""
     if sys.stdout is None:
         return
     if sys.stdout.isatty():

@@ -211,7 +211,7 @@ def test_evaluation_prompts(packages, tokenizer, stored, run_main, tmp_path):
     """As inference/decode.py reads them, without a tokenizer; with one, the long prompts are left out."""
     out = tmp_path / "p.jsonl"
     code, said, err = run_main(prompts_command.main, "questions", "chat", "questions", "--count", 1, "--out", out)
-    assert (code, err, said) == (0, "", f"{out}: 1 prompts each of questions, chat\n")
+    assert (code, err, said) == (0, "", f"{out}: 1 prompt each of questions, chat\n")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     found = [(row["kind"], row["source"].split("/")[0], len(row["messages"])) for row in rows]
     assert found == [("questions", "questions", 1), ("chat", "chat", 3)]
