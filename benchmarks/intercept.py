@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from draftsmith.kernels import tree_attention
 from draftsmith.kernels.backend import triton
 
 PROCESSORS = 132
@@ -84,11 +83,8 @@ def intercepted(launched: Callable[[Launch], object]) -> Iterator[None]:
 
     on_gpu: dict[str, Any] = {
         "why_not_triton": lambda tensor: None,
-        "traceable": lambda kernel: kernel,
         "multiprocessors": lambda device: PROCESSORS,
         "is_autocast_enabled": lambda *kind: False,
-        "_tree_attention_op": tree_attention._tree_attention_cached,
-        "_tree_work_op": tree_attention._tree_work,
     }
     with ExitStack() as stack:
         stack.enter_context(patch.object(jit.JITFunction, "__getitem__", launch))

@@ -27,17 +27,17 @@ from draftsmith.kernels import (
     add_norm,
     commit,
     coupled,
+    distribution,
     few_rows,
     gated,
     grow,
     head_topk,
+    multi_step,
     pair_input,
     res_block,
     rotate_write,
-    sampling,
     step_attention,
     tree_attention,
-    verify,
 )
 from draftsmith.kernels.backend import triton
 
@@ -137,7 +137,7 @@ def complaints(launch: Launch, done: Any, found: Resources, main: bool) -> list[
     _, signature, constants, _ = launch.pack()
     names = launch.kernel.arg_names
     left = constants.get((names.index(LEFT[launch.name]),), 0) if launch.name in LEFT else 0
-    short = any(kind in ("*bf16", "*fp16") for kind in signature.values())
+    short = any(kind in str(signature) for kind in ("*bf16", "*fp16"))  # in tuples, too
     wrong = [] if found.stack == found.spills == 0 else ["registers spill to the stack"]
     if found.shared > SHARED_MEMORY:
         wrong.append("too much shared memory")
@@ -146,7 +146,7 @@ def complaints(launch: Launch, done: Any, found: Resources, main: bool) -> list[
     if short and left >= 64 and not found.hgmma:
         wrong.append("no products of warp groups")
     if launch.name == "_vector_kernel":
-        folds = (names.index("norm"),) not in constants or constants[(names.index("ADD"),)]
+        folds = (0, 3) not in constants or constants[(names.index("ADD"),)]  # (0, 3): the norm's weight
         least = 80 if folds else 90  # of a norm and of the residual a thread loads a few elements
         if found.wide < least:
             wrong.append(f"loads of 16 bytes bring less than {least} % of the bytes")
@@ -266,10 +266,10 @@ def _verification(draws: int, with_q: bool = False, uses: tuple[bool, bool, bool
     logits, child = empty(1, 64, 128256, dtype=BF16), empty(1, 64, draws, dtype=INT)
     q, uniforms, of_row = empty(1, 64, 128256) if with_q else None, empty(1, 64, draws), empty(1)
     top_k, tokens, kind = empty(1, dtype=INT), empty(1, 64, dtype=INT), empty(child.shape, dtype=torch.int8)
-    verify.verify_logits(
+    multi_step.verify_logits(
         logits, of_row, top_k, of_row, of_row, tokens, child, kind, child, q, uniforms, of_row, 5, uses=uses
     )
-    sampling.philox_uniforms(top_k, top_k, 641)
+    distribution.philox_uniforms(top_k, top_k, 641)
 
 
 def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, False, False)) -> None:

@@ -86,10 +86,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.benchmarks.floors import Device, Work
 from draftsmith.common.files import check_file, write_json
 from draftsmith.kernels import linear
 from draftsmith.kernels.accept_greedy import accept_greedy, accept_greedy_reference, advance, advance_reference
 from draftsmith.kernels.add_norm import add_norm, add_norm_reference
+from draftsmith.kernels.attention_plan import make_plan
 from draftsmith.kernels.backend import INTERPRETING, multiprocessors, triton, why_not_triton
 from draftsmith.kernels.commit import commit
 from draftsmith.kernels.coupled import coupled_topk, coupled_topk_reference
@@ -97,9 +99,9 @@ from draftsmith.kernels.few_rows import MAX_ROWS, candidates
 from draftsmith.kernels.gated import gated, gated_reference
 from draftsmith.kernels.head_topk import head_topk
 from draftsmith.kernels.measured import no_collection
+from draftsmith.kernels.multi_step import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
 from draftsmith.kernels.res_block import MAX_ROWS as MAX_POSITIONS
 from draftsmith.kernels.res_block import res_block, res_block_reference
-from draftsmith.kernels.roofline import Device, Work
 from draftsmith.kernels.rotate_write import rotate_write, rotate_write_reference
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
@@ -115,9 +117,7 @@ from draftsmith.kernels.tree_attention import (
     tree_attention,
     tree_attention_cached,
     tree_bias,
-    tree_work,
 )
-from draftsmith.kernels.verify import ONE_HOT, WITHOUT_REPLACEMENT, verify_logits, verify_logits_reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache
@@ -304,14 +304,14 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
     bias = tree_bias(lengths, mask, depth, slots, 0, dtype)
     # As in a model, whose layers share the plan of a forward pass.
     items = attention_items(batch, nodes, heads, kv_heads, width, slots, dtype, lengths.device)
-    work = tree_work(lengths, nodes, items)
+    work = make_plan(lengths, nodes, items)
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "SDPA": lambda k, v: tree_attention(q, k, v, bias, scale),
-        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale, work=work),
+        "triton": lambda k, v: tree_attention_cached(q, k, v, lengths, ancestors, nodes, scale, plan=work),
     }
     if nodes * heads <= 16 * kv_heads:  # whether LAST_MERGES should be on
         ways["triton, last program merges"] = lambda k, v: tree_attention_cached(
-            q, k, v, lengths, ancestors, nodes, scale, work=work, last_merges=True
+            q, k, v, lengths, ancestors, nodes, scale, plan=work, last_merges=True
         )
     if args.device == "cuda":
         ways["flex_attention"] = flex_attention_way(q, mask, lengths, slots, scale)
@@ -342,7 +342,7 @@ def bench_attention(args: argparse.Namespace, table: Table, batch: int, context:
         table.add("attention", name, shape, calls, Work(moved, 4.0 * heads * nodes * keys * width), difference)
     if args.device == "cuda":
         shape = {"B": batch, "T": nodes}
-        plan = [lambda: tree_work(lengths, nodes, items)]
+        plan = [lambda: make_plan(lengths, nodes, items)]
         table.add("attention", "plan, ragged" if ragged else "plan", shape, plan, Work(12.0 * items), 0.0)
 
 

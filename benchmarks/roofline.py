@@ -5,7 +5,7 @@ and of the latter as its own drafter, over 512 cached tokens (inference/planner.
     python benchmarks/roofline.py --out roofline.json
 
 Nothing is measured. A step takes the least that its products, its attention and its launches can take
-(kernels/roofline.py); a drafter's pass likewise. A child's probability of being accepted depends on its rank alone
+(benchmarks/floors.py); a drafter's pass likewise. A child's probability of being accepted depends on its rank alone
 (--ranks); the drafter runs the eight likeliest nodes of each level. Over 512 tokens a drafted token is accepted with a
 probability of 0.84 after 4k tokens and 0.79 after 100k, as MagicDec reports it (arXiv 2408.11049). Of eight GPUs, as
 in its figures, each has an eighth of everything; what they exchange takes no time.
@@ -49,12 +49,12 @@ from dataclasses import replace
 
 import torch
 
+from draftsmith.benchmarks.floors import STEP_LAUNCHES, Device, Work
 from draftsmith.benchmarks.tables import GREY, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object
 from draftsmith.inference.engine.budget import RETRY, Budget
 from draftsmith.inference.evaluation.prefilled import MOST
 from draftsmith.inference.planner import Setting, predict
-from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 
 H200, MEMORY = Device(4.8e12, 989e12), 141e9  # as specified, in bfloat16; bytes
 EIGHT = {"A100": Device(8 * 2.04e12, 8 * 312e12), "H100": Device(8 * 3.35e12, 8 * 989e12)}  # as specified

@@ -99,6 +99,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from draftsmith.benchmarks import kernel_times
+from draftsmith.benchmarks.floors import STEP_LAUNCHES, Device, Work
 from draftsmith.benchmarks.kernel_times import quantiles
 from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_file, write_json, write_text
@@ -109,7 +110,6 @@ from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.engine.step import Step, capacity_for
 from draftsmith.inference.evaluation.timing import PhaseTimes
 from draftsmith.inference.verify.tree import MAX_NODES, Ranks, Topology
-from draftsmith.kernels.roofline import STEP_LAUNCHES, Device, Work
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
 from draftsmith.models.target import Target, load_target

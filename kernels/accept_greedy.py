@@ -68,18 +68,7 @@ def accepted_path(mask: Tensor, depth: Tensor, node: Tensor, best: Tensor, max_d
     return path[:, :-1], ((best.abs() < torch.inf) | ~on_path).all(-1)
 
 
-@jit(
-    do_not_specialize=[
-        "nodes",
-        "max_depth",
-        "parent_row",
-        "depth_row",
-        "ancestors_row",
-        "ancestors_node",
-        "valid_row",
-        "committed_row",
-    ]
-)
+@jit(do_not_specialize="nodes max_depth parent_row depth_row ancestors_row ancestors_node valid_row committed_row")
 def _accept_greedy_kernel(
     inputs,
     outputs,
@@ -222,7 +211,7 @@ def advance_reference(
     feature.copy_(features[torch.arange(len(node), device=node.device), node])
 
 
-@jit(do_not_specialize=["node", "bonus", "length"])
+@jit(do_not_specialize="node bonus length")
 def _advance_kernel(
     state, features, node, bonus, length, active, width, feature_row, features_row, features_node, BLOCK: tl.constexpr
 ):

@@ -7,7 +7,7 @@ callers enter ``torch.cuda.device_of(tensor)``.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -28,27 +28,24 @@ else:
     except ImportError:  # a CPU build of torch
         triton, tl = None, SimpleNamespace(constexpr=int)
 
+constant: Any = tl.constexpr  # of a number of a module that kernels read
+
 # Environment variable: if it is set, the bits of a row of a step, by Triton's kernels, depend neither on the number of
 # rows nor on where its keys lie: drafting then never changes a bit. Kernels take one tile for any number of rows.
 SAME_BITS = "DRAFTSMITH_SAME_BITS"
 INTERPRETING = triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def jit(kernel: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+def jit(kernel: Callable[..., Any] | None = None, *, do_not_specialize: str = "") -> Any:
     """``triton.jit``; without Triton the plain function, which is never launched.
 
     Triton compiles a kernel again for integer arguments that are 1, and for those that 16 divides or not, except for
-    the arguments in ``do_not_specialize``: counts and lengths, which change from step to step.
+    the arguments named in ``do_not_specialize``, with spaces between: counts and lengths, which change from step to
+    step. It does not look for them in tuples.
     """
     if kernel is None:
         return partial(jit, do_not_specialize=do_not_specialize)
-    return kernel if triton is None else triton.jit(kernel, do_not_specialize=[*do_not_specialize])
-
-
-def traceable(kernel: Any) -> Any:
-    """The form of a kernel that an operator's body launches, so that torch.compile sees it; unchanged under the
-    interpreter."""
-    return kernel if INTERPRETING else torch.library.wrap_triton(kernel)
+    return kernel if triton is None else triton.jit(kernel, do_not_specialize=do_not_specialize.split())
 
 
 def why_not_triton(tensor: Tensor) -> str | None:

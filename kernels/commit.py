@@ -28,7 +28,7 @@ def commit_reference(storage: Tensor, lengths: Tensor, path: Tensor, length: Ten
     slots.index_put_((row, target), slots[row, source])
 
 
-@jit(do_not_specialize=["slots", "path_stride"])
+@jit(do_not_specialize="slots path_stride")
 def _commit_kernel(
     storage, lengths, path, length, heads, slots, width, path_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
 ):

@@ -1,6 +1,6 @@
 """Coupled sampling: the best tokens of log p + g, with Gumbel noise g that belongs to the text (algorithms.md §2.6).
 
-    s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.sampling`), else −∞
+    s(x) = (l(x) − max l) / T where top-k, top-p and min-p keep x (:mod:`draftsmith.kernels.distribution`), else −∞
     score(x) = s(x) + g(x),    g = −log E,    E = −log(1 − u)
 
 u is a function of the request's seed, the position in the text of the token before x, and the target's token id: so the
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.distribution import distribution_reference, distribution_scalars, philox_words
 from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, packed, tokens_at, unpacked
-from draftsmith.kernels.sampling import distribution_reference, distribution_scalars, philox_words
 
 _STREAM = 0x434F5550  # the last word of the counter; the draws of other modes have small numbers there
 _MOST_ON_CPU = 64  # tokens, in kernels/cpu.cpp
@@ -75,21 +75,13 @@ def coupled_topk_reference(
     return finite, score[..., :count], ids.clamp(min=0).expand(-1, x.shape[1], -1).gather(2, place)
 
 
-@jit(do_not_specialize=["nodes", "logits_row", "logits_node", "tokens_row", "seed_row"])
+@jit(do_not_specialize="nodes logits_row logits_node tokens_row seed_row")
 def _coupled_kernel(
-    tensors,
-    nodes,
-    vocabulary,
-    count,
-    logits_row,
-    logits_node,
-    tokens_row,
-    seed_row,
-    STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors, sizes, nodes, logits_row, logits_node, tokens_row, seed_row, STREAM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One program per node and block of the vocabulary: scores, then ``count`` times the best remaining."""
     logits, scalars, best, seed, positions, tokens, values, ids = tensors
+    vocabulary, count = sizes
     node = tl.program_id(0).to(tl.int64)
     row = node // nodes
     x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +183,7 @@ def coupled_topk(
         tensors = (logits, scalars, best, seed, positions, own, values, places)
         strides = (*logits.stride()[:2], 0 if own is None or own.ndim == 1 else vocabulary, seed.stride(0))
         _coupled_kernel[(rows * nodes, blocks)](
-            tensors, nodes, vocabulary, count, *strides, STREAM=_STREAM, BLOCK=block, num_warps=4
+            tensors, (vocabulary, count), nodes, *strides, STREAM=_STREAM, BLOCK=block, num_warps=4
         )
         scores, ids = merge_topk(values, places, count, vocabulary)
     scores, ids = scores.view(rows, nodes, count), ids.view(rows, nodes, count)

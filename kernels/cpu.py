@@ -1,5 +1,5 @@
-"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp, compiled at
-first use.
+"""Products, and what stands between them in a decoder layer, for a few rows on a CPU: kernels/cpu.cpp and the files in
+kernels/cpu/, compiled at first use.
 
 Each row is computed by itself, in an order that does not depend on other rows or on where its keys lie: see there. The
 library is built by the machine's C++ compiler in about two seconds, and kept in the cache folder. Without a compiler,
@@ -24,12 +24,13 @@ from torch import Tensor
 from draftsmith.common.files import cache_folder
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCES = [_SOURCE, *sorted(_SOURCE.with_suffix("").glob("*.h"))]
 _SUFFIX = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _LONG, _FLOAT, _POINTER = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
 
 
-class Layer(ctypes.Structure):
-    """A decoder layer's addresses, settings and strides, in the order of kernels/cpu.cpp."""
+class LayerArguments(ctypes.Structure):
+    """A decoder layer's addresses, settings and strides, in the order of kernels/cpu/layers.h."""
 
     _fields_ = [
         *((name, _POINTER) for name in (
@@ -47,8 +48,8 @@ class Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Pass(ctypes.Structure):
-    """The sizes and strides of a forward pass, in the order of kernels/cpu.cpp."""
+class PassArguments(ctypes.Structure):
+    """The sizes and strides of a forward pass, in the order of kernels/cpu/layers.h."""
 
     _fields_ = [
         *((name, _LONG) for name in ("rows", "queries", "tree_keys", "hidden", "inputs", "layers")),
@@ -65,7 +66,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "attend": [*[_POINTER] * 9, _FLOAT, _FLOAT],
     "product": [_POINTER, _LONG, *[_POINTER] * 3, *[_LONG] * 4],
     "coupled": [_POINTER, *[_LONG] * 3, _POINTER, _LONG, *[_POINTER] * 6, _LONG, *[_POINTER] * 3],
-    "decoder_layers": [ctypes.POINTER(Layer), ctypes.POINTER(Pass), *[_POINTER] * 11],
+    "decoder_layers": [ctypes.POINTER(LayerArguments), ctypes.POINTER(PassArguments), *[_POINTER] * 11],
 }
 
 
@@ -132,7 +133,8 @@ def _build(command: list[str]) -> Path:
     with suppress(OSError):  # the first processor's model and flags: a cache folder may be shared by several machines
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
         cpu += "".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
-    key = hashlib.sha256("\n".join([cpu, *command]).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    sources = b"".join(file.read_bytes() for file in _SOURCES)
+    key = hashlib.sha256("\n".join([cpu, *command]).encode() + sources).hexdigest()[:16]
     file = cache_folder() / f"cpu-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def _outputs(BLOCK_N: tl.constexpr, outputs, ACT: tl.constexpr):
     lane = tl.arange(0, BLOCK_N)
     n = tl.program_id(0) * BLOCK_N + lane
     row = n
-    if ACT:
+    if ACT != "":
         n = tl.program_id(0) * (BLOCK_N // 2) + lane // 2
         row = n + (lane % 2) * outputs
     return n, row
@@ -172,27 +172,22 @@ def _wait(matrix_place, inside, left, BLOCK_K: tl.constexpr):
 
 @jit
 def _vector_kernel(
-    x,
-    matrix,
-    out,
-    norm,
-    bias,
-    inputs,
-    outputs,
-    per_part,
+    tensors,
+    sizes,
     eps,
     factor,
-    matrix_row,
-    out_part,
+    strides,
     ADD: tl.constexpr,
     ACT: tl.constexpr,
-    GELU: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One program per block of outputs and part, for one row. ``matrix``: row n has the weights of output n."""
+    x, matrix, out, norm, bias = tensors
+    inputs, outputs, per_part = sizes
+    _, matrix_row, out_part, _ = strides
     part = tl.program_id(1)
     n, matrix_n = _outputs(BLOCK_N, outputs, ACT)
     row = matrix + matrix_n.to(tl.int64)[:, None] * matrix_row
@@ -214,9 +209,9 @@ def _vector_kernel(
         value *= tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
     if bias is not None:
         value += tl.load(bias + matrix_n, mask=n < outputs, other=0.0).to(tl.float32)
-    if ACT:
+    if ACT != "":
         gate, up = tl.split(tl.reshape(value, [BLOCK_N // 2, 2]))
-        value = activated(gate, GELU) * up
+        value = activated(gate, ACT) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + part.to(tl.int64) * out_part + n
     if ADD:
@@ -224,32 +219,25 @@ def _vector_kernel(
     tl.store(place, value.to(out.dtype.element_ty), mask=n < outputs)
 
 
-@jit(do_not_specialize=["rows", "added"])
+@jit(do_not_specialize="rows added")
 def _few_rows_kernel(
-    x,
-    matrix,
-    out,
-    norm,
-    bias,
-    rows,
-    added,
-    inputs,
-    outputs,
-    per_part,
+    tensors,
+    sizes,
     eps,
     factor,
-    x_row,
-    matrix_row,
-    out_part,
-    out_row,
+    strides,
+    rows,
+    added,
     ACT: tl.constexpr,
-    GELU: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One program per block of outputs and part, for all rows. ``matrix``: row n has the weights of output n."""
+    x, matrix, out, norm, bias = tensors
+    inputs, outputs, per_part = sizes
+    x_row, matrix_row, out_part, out_row = strides
     part = tl.program_id(1)
     m = tl.arange(0, BLOCK_M)
     n, matrix_n = _outputs(BLOCK_N, outputs, ACT)
@@ -277,9 +265,9 @@ def _few_rows_kernel(
         total *= (tl.rsqrt(squares / inputs + eps) / SHIFT)[None, :]
     if bias is not None:
         total += tl.load(bias + matrix_n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
-    if ACT:
+    if ACT != "":
         gate, up = tl.split(tl.permute(tl.reshape(total, [BLOCK_N // 2, 2, BLOCK_M]), (0, 2, 1)))
-        total = activated(gate, GELU) * up
+        total = activated(gate, ACT) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     place = out + part.to(tl.int64) * out_part + m.to(tl.int64)[None, :] * out_row + n[:, None]
     held = (n < outputs)[:, None] & (m < added)[None, :]  # rows of which out holds what is added to: all or none
@@ -338,20 +326,17 @@ def few_rows_product(
     grid = (-(-outputs * (2 if act else 1) // form.outputs), form.parts)
     weight, eps = norm or (None, 0.0)
     pdl = bool(os.environ.get(PDL)) and not INTERPRETING
-    tile = {"ACT": bool(act), "GELU": act == "gelu_tanh", "PDL": pdl, "BLOCK_N": form.outputs, "BLOCK_K": form.inputs}
+    tile = {"ACT": act, "PDL": pdl, "BLOCK_N": form.outputs, "BLOCK_K": form.inputs}
     options = {**tile, "num_warps": form.num_warps, **({"launch_pdl": True} if pdl else {})}
     tensors, sizes = (x, matrix, out, weight, bias), (inputs, outputs, part_length(inputs, form))
-    strides = (x.stride(0), matrix.stride(1), *out.stride()[:2])
+    given = (tensors, sizes, eps, factor if add else 1.0, (x.stride(0), matrix.stride(1), *out.stride()[:2]))
     with torch.cuda.device_of(x):
         if form.kernel == "vector":
-            _vector_kernel[grid](
-                *tensors, *sizes, eps, factor, *strides[1:3], ADD=add, STAGES=form.num_stages, **options
-            )
+            _vector_kernel[grid](*given, ADD=add, STAGES=form.num_stages, **options)
         else:
-            held, factor = (rows, factor) if add else (0, 1.0)
             block_m = MAX_ROWS if form.kernel == "same" else next_power(rows, 16)
             options |= {"BLOCK_M": block_m, "num_stages": form.num_stages}
-            _few_rows_kernel[grid](*tensors, rows, held, *sizes, eps, factor, *strides, **options)
+            _few_rows_kernel[grid](*given, rows, rows if add else 0, **options)
     return out
 
 

@@ -57,28 +57,18 @@ def gated_reference(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | No
 
 
 @jit
-def activated(gate, GELU: tl.constexpr):
+def activated(gate, ACT: tl.constexpr):
     """The activation of float32 values, by σ without tanh: nothing cancels, and where e^−a is infinite it is 0."""
     argument = gate
-    if GELU:
+    if ACT == "gelu_tanh":
         argument = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))  # 2 √(2/π)
     return gate / (1 + tl.exp(-argument))
 
 
 @jit
-def _gated_kernel(
-    gate_up,
-    out,
-    bias,
-    width,
-    part_stride,
-    row_stride,
-    out_row,
-    PARTS: tl.constexpr,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gated_kernel(gate_up, out, bias, width, strides, PARTS: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row and block of the intermediate width."""
+    part_stride, row_stride, out_row = strides
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < width
@@ -92,7 +82,7 @@ def _gated_kernel(
     if bias is not None:
         gate += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + width + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + place, (activated(gate, GELU) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * out_row + place, (activated(gate, ACT) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None) -> None:
@@ -123,8 +113,8 @@ def gated(gate_up: Tensor, out: Tensor, act: str, *, bias: Tensor | None = None)
     gate_up = dense(gate_up)
     assert all(one is None or one.stride(-1) == 1 for one in (out, bias))
     # Small blocks, so that even a single row has many programs.
-    tile = {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
-    tile |= {"PARTS": len(gate_up), "GELU": act == "gelu_tanh"}
+    tile: dict[str, Any] = {"BLOCK": min(next_power(width), 512), "num_warps": 4 if width > 256 else 1}
+    tile |= {"PARTS": len(gate_up), "ACT": act}
     strides = (*gate_up.stride()[:2], out.stride(0))
     with torch.cuda.device_of(gate_up):
-        _gated_kernel[(rows, -(-width // tile["BLOCK"]))](gate_up, out, bias, width, *strides, **tile)
+        _gated_kernel[(rows, -(-width // tile["BLOCK"]))](gate_up, out, bias, width, strides, **tile)

@@ -66,7 +66,7 @@ def grow_level_reference(
     return Level(proposed.flatten(1).gather(1, best), best + count, values.gather(1, best), ancestors, above)
 
 
-@jit(do_not_specialize=["count", "first", "nodes", "k", "frontier", "candidates_row"])
+@jit(do_not_specialize="count first nodes k frontier candidates_row")
 def _grow_kernel(
     level,
     proposed,
@@ -173,7 +173,7 @@ def select_tree_reference(
     return tokens.gather(1, chosen), parent, depth, ancestors, valid, acceptance
 
 
-@jit(do_not_specialize=["count", "nodes", "max_depth", "candidates_row"])
+@jit(do_not_specialize="count nodes max_depth candidates_row")
 def _select_kernel(
     candidates,
     depths,

@@ -63,16 +63,11 @@ def unpacked(both):
     return value, 0x7FFFFFFF - (both & 0x7FFFFFFF).to(tl.int32)
 
 
-@jit(do_not_specialize=["rows", "count"])
+@jit(do_not_specialize="rows count")
 def _block_topk_kernel(
-    features,
-    weight,
+    head,
     outputs,
     rows,
-    width,
-    vocabulary,
-    features_row,
-    weight_row,
     count,
     ARGMAX: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -81,6 +76,7 @@ def _block_topk_kernel(
 ):
     """One program per block of rows and of the vocabulary: logits by tl.dot, then ``count`` times the best remaining.
     ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None. ARGMAX: see :func:`head_argmax`."""
+    features, weight, width, vocabulary, features_row, weight_row = head
     values, ids, tops, sums = outputs
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # first: programs that run together share the weight
     token = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -115,24 +111,10 @@ def _block_topk_kernel(
         left = tl.where(left < best[:, None], left, none)
 
 
-@jit(do_not_specialize=["count", "candidates"])
-def _merge_topk_kernel(
-    values,
-    ids,
-    out_values,
-    out_ids,
-    count,
-    candidates,
-    vocabulary,
-    tops,
-    sums,
-    blocks,
-    tokens,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """One program per row and part of its candidates; the blocks of candidates go round the parts. Each block is read
-    once, and its best are merged with those of the program's earlier blocks, if any.
+@jit(do_not_specialize="count candidates")
+def _merge_topk_kernel(lists, last, vocabulary, count, candidates, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Several programs per row. Blocks of candidates are distributed round-robin over the programs of a row; each block
+    is read once, and its best are merged with those of the program's earlier blocks.
 
     With ``tops`` and ``sums`` of the row's P = ``blocks`` blocks of the vocabulary, the values become log q; with
     ``tokens``, the ids their entries there.
@@ -140,6 +122,8 @@ def _merge_topk_kernel(
     An id beyond the vocabulary marks no candidate. Where there are fewer than ``count``, as where logits are NaN, the
     values are −inf and the ids stay inside the vocabulary, since embeddings are looked up.
     """
+    values, ids, out_values, out_ids = lists
+    tops, sums, blocks, tokens = last
     row = tl.program_id(0).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, 16)  # MAX_COUNT
@@ -203,7 +187,7 @@ def merge_topk(
             lists = (values, ids, best_values, best_ids)
             last = (tops, sums, blocks, tokens) if parts == 1 else (None, None, 0, None)
             tile = {"BLOCK": 128 if candidates <= 128 else MERGED_AT_ONCE, "BLOCK_P": next_power(max(1, blocks))}
-            _merge_topk_kernel[(rows, parts)](*lists, count, candidates, vocabulary, *last, **tile, num_warps=4)
+            _merge_topk_kernel[(rows, parts)](lists, last, vocabulary, count, candidates, **tile, num_warps=4)
         if parts == 1:
             return best_values, best_ids
         values, ids = best_values, best_ids
@@ -302,9 +286,9 @@ def _head_topk(
     values = features.new_empty((rows, blocks * count), dtype=torch.float32)
     ids = features.new_empty((rows, blocks * count), dtype=torch.int32)
     tops, sums = features.new_empty((2, rows, blocks), dtype=torch.float32) if log_q else (None, None)
-    sizes = (rows, width, vocabulary, features.stride(0), weight.stride(0))
+    head = (features, weight, width, vocabulary, features.stride(0), weight.stride(0))
     with torch.cuda.device_of(features):
         _block_topk_kernel[(-(-rows // tile["BLOCK_M"]), blocks)](
-            features, weight, (values, ids, tops, sums), *sizes, count, ARGMAX=argmax, **tile
+            head, (values, ids, tops, sums), rows, count, ARGMAX=argmax, **tile
         )
     return merge_topk(values, ids, count, vocabulary, tops, sums, tokens)

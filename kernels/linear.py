@@ -11,8 +11,8 @@ rows): float32 36.2, 44.2, 52.7 (oneDNN with packed weights 38.8, 46.8, 57.8); b
 On a GPU the product of up to 64 rows with a weight ``[N, K]``, transposed, is measured beside the forms of
 :mod:`draftsmith.kernels.few_rows`, each first compared with the exact product: a form that is wrong, or fails, is never
 chosen. Only steps are measured, and smaller trees before larger ones (inference/engine/step.py): each row count takes
-seconds, and their sum is limited. Shapes that first occur elsewhere (:func:`no_step`), or while a CUDA graph is
-captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
+seconds, and their sum is limited. Shapes that first occur in prefill (:func:`prefill_products`), or while a CUDA graph
+is captured, use PyTorch's product. What is fastest depends on who adds up a form's parts, :func:`product` or the caller
 (:func:`partial_product`), so these are measured separately. With ``DRAFTSMITH_SAME_BITS`` nothing is measured: steps of
 any number of rows take one form for a matrix.
 
@@ -50,7 +50,7 @@ _EXACT = 1 << 24  # entries of a matrix that are converted to float64 at a time
 _gpu_chosen: dict[tuple[torch.device, int, torch.Size, torch.dtype, bool], str] = {}
 _gpu_stored: dict[str, dict[str, str]] = {}  # by machine and _gpu_key, as in the file
 _gpu_spent = 0.0
-_no_step = False
+_prefilling = False
 
 MOST_ON_CPU = 512  # rows of a step's product of our own on a CPU; for more, PyTorch's is faster
 
@@ -138,7 +138,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``[..., N]``.
     """
     rows = x.numel() // x.shape[-1]
-    in_step = not (_no_step or torch.is_grad_enabled()) and 0 < rows <= MOST_ON_CPU
+    in_step = not (_prefilling or torch.is_grad_enabled()) and 0 < rows <= MOST_ON_CPU
     if in_step and x.dtype == weight.dtype and cpu.runs(x):
         return cpu.product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     form = choose(rows, weight.t())
@@ -184,7 +184,7 @@ def choose(rows: int, matrix: Tensor, partial: bool = False) -> str:
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
     if same_bits() and not why_not_triton(matrix):
-        return "blas" if _no_step and rows > MAX_ROWS else _same_bits_form(matrix)
+        return "blas" if _prefilling and rows > MAX_ROWS else _same_bits_form(matrix)
     return _choose_on_gpu(rows, matrix, partial) if matrix.is_cuda else "blas"
 
 
@@ -236,19 +236,19 @@ def _look_up_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 
 @contextmanager
-def no_step() -> Iterator[None]:
-    """Context of passes that are no steps, such as prompts: on a GPU their products use forms that are known already,
-    or PyTorch's; on a CPU products of many rows are faster, but their bits depend on the number of rows."""
-    global _no_step
-    before, _no_step = _no_step, True
+def prefill_products() -> Iterator[None]:
+    """Context of prefill. On a GPU no form is measured inside: products take one that is known already, or PyTorch's.
+    On a CPU they are PyTorch's, faster for many rows, but with bits that depend on the number of rows."""
+    global _prefilling
+    before, _prefilling = _prefilling, True
     try:
         yield
     finally:
-        _no_step = before
+        _prefilling = before
 
 
 def _measuring_is_forbidden(matrix: Tensor) -> bool:
-    if _no_step:
+    if _prefilling:
         return True
     return matrix.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() != 0)
 
@@ -303,10 +303,13 @@ def _fastest_on_gpu(rows: int, matrix: Tensor, partial: bool) -> str | None:
 
 
 def time_on_gpu(form: str, x: Tensor, matrix: Tensor, partial: bool) -> float:
-    """Seconds of a product in this form as it is used: with ``partial``, a kernel that reads its parts follows, in
-    place of the one that adds them up, but not in a form that does the rest itself (:func:`folding_form`; the norm that
-    it may compute is not timed). Each call reads another copy of the matrix, as in a model of many layers; together
-    they are larger than the L2 cache."""
+    """Seconds of a product in this form.
+
+    With ``partial``, the split-K output of several parts is timed with its reduction (:func:`sum_parts`), in place of
+    the kernel of the caller that fuses it; a form of one part (:func:`folding_form`) is timed alone, without the norm
+    that it may compute. Each call reads another copy of the matrix, as in a model of many layers; together the copies
+    are larger than the L2 cache.
+    """
     size = matrix.numel() * matrix.element_size()
     cache = torch.cuda.get_device_properties(matrix.device).L2_cache_size if matrix.is_cuda else 0
     copies = [matrix] + [matrix.t().clone().t() for _ in range(3 * cache // size)]

@@ -53,22 +53,10 @@ def _normed(values, weight, place, inside, width, eps):
     return values
 
 
-@jit(do_not_specialize=["nodes", "first", "last", "tokens_row", "hidden_node", "depth_row"])
-def _pair_input_kernel(
-    tensors,
-    nodes,
-    first,
-    last,
-    width,
-    eps,
-    tokens_row,
-    table_row,
-    hidden_row,
-    hidden_node,
-    depth_row,
-    BLOCK: tl.constexpr,
-):
+@jit(do_not_specialize="nodes first last tokens_row hidden_node depth_row")
+def _pair_input_kernel(tensors, sizes, nodes, first, last, tokens_row, hidden_node, depth_row, BLOCK: tl.constexpr):
     """One program per node, whose vectors stay in registers."""
+    width, eps, table_row, hidden_row = sizes
     tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, outputs = tensors
     pairs, residual, positions, slots = outputs
     number = tl.program_id(0).to(tl.int64)
@@ -131,9 +119,10 @@ def pair_input(
     block = next_power(width)
     outputs = (pairs, residual, positions, slots)
     tensors = (tokens, embedding, hidden, above, embedding_norm, hidden_norm, lengths, depth, outputs)
-    strides = (tokens.stride(0), embedding.stride(0), *hidden.stride()[:2], depth.stride(0))
+    sizes = (width, eps, embedding.stride(0), hidden.stride(0))
+    changing = (nodes, first, last, tokens.stride(0), hidden.stride(1), depth.stride(0))
     with torch.cuda.device_of(hidden):
         _pair_input_kernel[(rows * nodes,)](
-            tensors, nodes, first, last, width, eps, *strides, BLOCK=block, num_warps=max(1, min(block // 256, 16))
+            tensors, sizes, *changing, BLOCK=block, num_warps=max(1, min(block // 256, 16))
         )
     return outputs

@@ -24,7 +24,7 @@ def res_block_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x + F.silu(torch.baddbmm(bias, x, weight))
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize="rows")
 def _res_block_kernel(
     x, weight, bias, out, rows, width, strides, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):

@@ -48,7 +48,7 @@ def rotate_write_reference(
     cache.index_put_((torch.arange(rows, device=cache.device)[:, None], slots), kv.to(cache.dtype))
 
 
-@jit(do_not_specialize=["count", "positions_batch", "positions_node", "slots_batch", "slots_node"])
+@jit(do_not_specialize="count positions_batch positions_node slots_batch slots_node")
 def _rotate_write_kernel(
     tensors,
     strides,

@@ -101,23 +101,27 @@ def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor
     return ids[rows.gather(1, places.flatten(1)).clamp(min=0)].view(places.shape)
 
 
-@jit
-def _shortlist_product(
+@jit(do_not_specialize="rows capacity features_text head_rows_text")
+def _shortlist_kernel(
     head,
+    outputs,
     rows,
     capacity,
     features_text,
     head_rows_text,
+    COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The logits ``[BLOCK_M, BLOCK_V]`` of one program per block of nodes, block of the shortlist and text, −inf where
-    there is no row of the head; the nodes' numbers among those of all texts, and the places in the shortlist.
+    """One program per block of nodes, block of the shortlist and text: its logits, −inf where there is no row of the
+    head. COUNT = 0 stores them; else COUNT times the best remaining one and its place in the shortlist, −inf and any
+    place where there is none.
 
     head: pointers to features, weight and the texts' rows of the head, the width, strides of features and weight.
     """
     features, weight, head_rows, width, features_row, weight_row = head
+    values, places = outputs
     text = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -131,57 +135,38 @@ def _shortlist_product(
         x = tl.load(feature_place + k[None, :], mask=(row < rows)[:, None] & (k < width)[None, :], other=0.0)
         w = tl.load(weight_place + k[:, None], mask=known[None, :] & (k < width)[:, None], other=0.0)
         logits = tl.dot(x, w, logits, input_precision="ieee")
-    return tl.where(known[None, :], logits, float("-inf")), text * rows + row, row < rows, place
+    left = tl.where(known[None, :], logits, float("-inf"))
+    node, exists = text * rows + row, row < rows  # among the nodes of all texts
+    if COUNT == 0:
+        out = values + node[:, None] * capacity + place[None, :]
+        tl.store(out, left, mask=exists[:, None] & (place < capacity)[None, :])
+    else:
+        out_place = (node * tl.num_programs(1) + tl.program_id(1)) * COUNT
+        for rank in range(COUNT):
+            best = tl.max(left, 1)
+            best_place = tl.min(tl.where(left == best[:, None], place[None, :], capacity), 1)
+            tl.store(values + out_place + rank, best, mask=exists)
+            tl.store(places + out_place + rank, best_place, mask=exists)
+            left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
 
 
-@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
-def _shortlist_logits_kernel(
-    head,
-    out,
-    rows,
-    capacity,
-    features_text,
-    head_rows_text,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """All logits of the shortlists."""
-    logits, node, exists, place = _shortlist_product(
-        head, rows, capacity, features_text, head_rows_text, BLOCK_M, BLOCK_V, BLOCK_K
-    )
-    out_place = out + node[:, None] * capacity + place[None, :]
-    tl.store(out_place, logits, mask=exists[:, None] & (place < capacity)[None, :])
+def _launch(features: Tensor, weight: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
+    """The kernel's outputs: logits ``[B, n, C]`` and None for a count of 0, else ``[B, n, P · count]`` of P blocks."""
+    features, rows = dense(features), dense(rows)
+    assert weight.stride(1) == 1
+    (texts, nodes, width), capacity = features.shape, rows.shape[1]
+    tile = topk_tile(nodes, features.dtype)
+    grid = (-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)
+    values = features.new_empty((texts, nodes, grid[1] * count or capacity), dtype=torch.float32)
+    places = torch.empty_like(values, dtype=torch.int32) if count else None
+    head = (features, weight, rows, width, features.stride(1), weight.stride(0))
+    with torch.cuda.device_of(features):
+        sizes = (nodes, capacity, features.stride(0), rows.stride(0))
+        _shortlist_kernel[grid](head, (values, places), *sizes, COUNT=count, **tile)
+    return values, places
 
 
-@jit(do_not_specialize=["rows", "capacity", "features_text", "head_rows_text"])
-def _shortlist_topk_kernel(
-    head,
-    outputs,
-    rows,
-    capacity,
-    features_text,
-    head_rows_text,
-    COUNT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """COUNT times the best remaining place of the block; value −inf and any place where there is none."""
-    values, places = outputs
-    left, node, exists, place = _shortlist_product(
-        head, rows, capacity, features_text, head_rows_text, BLOCK_M, BLOCK_V, BLOCK_K
-    )
-    out_place = (node * tl.num_programs(1) + tl.program_id(1)) * COUNT
-    for rank in range(COUNT):
-        best = tl.max(left, 1)
-        best_place = tl.min(tl.where(left == best[:, None], place[None, :], capacity), 1)
-        tl.store(values + out_place + rank, best, mask=exists)
-        tl.store(places + out_place + rank, best_place, mask=exists)
-        left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
-
-
-@jit(do_not_specialize=["rows", "head_rows_text"])
+@jit(do_not_specialize="rows head_rows_text")
 def _tokens_kernel(values, places, head_rows, ids, out, rows, head_rows_text, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """:func:`_tokens`, one program per node."""
     rank = tl.arange(0, BLOCK)
@@ -214,17 +199,7 @@ def shortlist_logits(features: Tensor, weight: Tensor, rows: Tensor, static: boo
             return _logits_cpu(features, weight, rows)
         logits = (features @ weight[rows.clamp(min=0)].transpose(1, 2)).float()
         return logits.masked_fill((rows < 0)[:, None], float("-inf"))
-    features, rows = dense(features), dense(rows)
-    assert weight.stride(1) == 1
-    (texts, nodes, width), capacity = features.shape, rows.shape[1]
-    out = features.new_empty((texts, nodes, capacity), dtype=torch.float32)
-    tile = topk_tile(nodes, features.dtype)
-    head = (features, weight, rows, width, features.stride(1), weight.stride(0))
-    with torch.cuda.device_of(features):
-        _shortlist_logits_kernel[(-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)](
-            head, out, nodes, capacity, features.stride(0), rows.stride(0), **tile
-        )
-    return out
+    return _launch(features, weight, rows, 0)[0]
 
 
 def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
@@ -264,23 +239,16 @@ def shortlist_topk(
     Raises:
         ValueError: R is out of range.
     """
-    (texts, nodes, width), capacity = features.shape, rows.shape[1]
+    (texts, nodes, _), capacity = features.shape, rows.shape[1]
     if not 0 < count <= min(MAX_COUNT, capacity):
         raise ValueError(f"shortlist_topk: {count} tokens of {capacity}; use 1 to {min(MAX_COUNT, capacity)}")
     if why_not_triton(features):
         best = shortlist_logits(features, weight, rows, static).topk(count, -1)
         return best.values, _tokens(best.values, best.indices, rows, ids)
-    features, rows, ids = dense(features), dense(rows), dense(ids)
-    assert weight.stride(1) == 1
-    tile = topk_tile(nodes, features.dtype)
-    blocks = -(-capacity // tile["BLOCK_V"])
-    values = features.new_empty((texts, nodes, blocks * count), dtype=torch.float32)
-    places = features.new_empty((texts, nodes, blocks * count), dtype=torch.int32)
-    head = (features, weight, rows, width, features.stride(1), weight.stride(0))
+    rows, ids = dense(rows), dense(ids)
+    values, places = _launch(features, weight, rows, count)
+    assert places is not None
     with torch.cuda.device_of(features):
-        _shortlist_topk_kernel[(-(-nodes // tile["BLOCK_M"]), blocks, texts)](
-            head, (values, places), nodes, capacity, features.stride(0), rows.stride(0), COUNT=count, **tile
-        )
         best_values, best_places = merge_topk(values.flatten(0, 1), places.flatten(0, 1), count, capacity)
         best_ids = torch.empty_like(best_places)
         lists, sizes = (best_values, best_places, rows, ids, best_ids), (nodes, rows.stride(0))

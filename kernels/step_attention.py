@@ -18,17 +18,20 @@ import math
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import dense, jit, tl
-from draftsmith.kernels.tree_attention import TILE, TreeKeys, add_tile, attention_tile, tree_attention_cached
+from draftsmith.kernels.attention_plan import KERNEL_TILE, TILE
+from draftsmith.kernels.attention_tiles import attention_tile
+from draftsmith.kernels.backend import constant, dense, jit, tl
+from draftsmith.kernels.tree_attention import TreeKeys, add_tile, tree_attention_cached
 
 SPAN = 512  # positions of a part, which one program adds up
-_CHANGING = ["lengths", "depth", "num_queries", "parts", "depth_batch"]
+_KERNEL_SPAN = constant(SPAN)
+_CHANGING = "lengths depth num_queries parts depth_batch"
 
 
 @jit
-def _start(position, TILE: tl.constexpr):
+def _start(position):
     """s(p): the first of the positions whose keys are gathered."""
-    return tl.maximum(position // TILE - 1, 0) * TILE
+    return tl.maximum(position // KERNEL_TILE - 1, 0) * KERNEL_TILE
 
 
 @jit(do_not_specialize=_CHANGING)
@@ -38,34 +41,28 @@ def _before_kernel(
     v,
     lengths,
     depth,
-    partial,
     sums,
+    settings,
     num_queries,
     parts,
-    width,
-    log2_scale,
-    softcap,
-    q_batch,
-    q_head,
-    q_query,
-    k_batch,
-    k_head,
-    k_slot,
-    v_batch,
-    v_head,
-    v_slot,
     depth_batch,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program per block of (query, head of the group) rows, key/value head, and part of a row of the batch."""
+    """One program per block of (query, head of the group) rows, key/value head, and part of a row of the batch.
+
+    q, k, v: pointer and strides of batch, head and query or slot. sums: values ``[B, I, Q, Hq, D]``, and the weights'
+    maximum and sum ``[B, I, Q, Hq, 2]``. settings: D, scale · log2 e, soft cap or None.
+    """
+    q, q_batch, q_head, q_query = q
+    k, k_batch, k_head, k_slot = k
+    v, v_batch, v_head, v_slot = v
+    partial, maxima_sums = sums
+    width, log2_scale, softcap = settings
     batch = (tl.program_id(2) // parts).to(tl.int64)
     part = tl.program_id(2) % parts
     kv_head = tl.program_id(1).to(tl.int64)
@@ -75,12 +72,11 @@ def _before_kernel(
     exists = query < num_queries
     length = tl.load(lengths + batch).to(tl.int32)
     position = length + tl.load(depth + batch * depth_batch + query, mask=exists, other=0)
-    end = tl.where(exists, _start(position, TILE), 0)  # [BLOCK_M]
-    begin = part * SPAN
-    last = tl.minimum(begin + SPAN, tl.max(end, 0))
+    end = tl.where(exists, _start(position), 0)  # [BLOCK_M]
+    begin = part * _KERNEL_SPAN
+    last = tl.minimum(begin + _KERNEL_SPAN, tl.max(end, 0))
     if begin >= last:
         return
-    log2_scale, softcap = tl.cast(log2_scale, tl.float32), tl.cast(softcap, tl.float32)
     d = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (d < width)[None, :]
     rows_q = q + batch * q_batch + head * q_head + query * q_query
@@ -98,58 +94,47 @@ def _before_kernel(
         if WINDOW:
             seen = seen & (slot[None, :] > position[:, None] - WINDOW)
         best, total, acc = add_tile(
-            queries, cache, slot, slot < last, seen, (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
+            queries, cache, slot, slot < last, seen, (best, total, acc), log2_scale, softcap, BLOCK_D
         )
     place = ((batch * parts + part) * num_queries + query) * HEADS + head
     stored = exists & (end > begin)
     tl.store(partial + place[:, None] * width + d[None, :], acc, mask=inside & stored[:, None])
-    tl.store(sums + place * 2, best, mask=stored)
-    tl.store(sums + place * 2 + 1, total, mask=stored)
+    tl.store(maxima_sums + place * 2, best, mask=stored)
+    tl.store(maxima_sums + place * 2 + 1, total, mask=stored)
 
 
-@jit(do_not_specialize=[*_CHANGING, "ancestors", "key_depth", "num_tree_keys", "key_depth_batch", "ancestors_batch",
-                        "ancestors_query"])  # fmt: skip
+@jit(do_not_specialize=_CHANGING + " ancestors key_depth num_tree_keys key_depth_batch ancestors_batch ancestors_query")
 def _path_kernel(
     q,
     k,
     v,
     lengths,
     depth,
-    partial,
     sums,
+    settings,
+    num_queries,
+    parts,
+    depth_batch,
     ancestors,
     key_depth,
     out,
-    num_queries,
-    parts,
     num_tree_keys,
-    width,
-    log2_scale,
-    softcap,
-    q_batch,
-    q_head,
-    q_query,
-    k_batch,
-    k_head,
-    k_slot,
-    v_batch,
-    v_head,
-    v_slot,
-    depth_batch,
     key_depth_batch,
     ancestors_batch,
     ancestors_query,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TILE: tl.constexpr,
-    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program per query, block of the heads of a key/value head, and row of the batch."""
+    """One program per query, block of the heads of a key/value head, and row of the batch; arguments as above."""
+    q, q_batch, q_head, q_query = q
+    k, k_batch, k_head, k_slot = k
+    v, v_batch, v_head, v_slot = v
+    partial, maxima_sums = sums
+    width, log2_scale, softcap = settings
     query = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
@@ -157,12 +142,11 @@ def _path_kernel(
     member = tl.program_id(1) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = member < GROUP
     head = kv_head * GROUP + member
-    log2_scale, softcap = tl.cast(log2_scale, tl.float32), tl.cast(softcap, tl.float32)
     d = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (d < width)[None, :]
     length = tl.load(lengths + batch).to(tl.int32)
     position = length + tl.load(depth + batch * depth_batch + query)
-    start = _start(position, TILE)
+    start = _start(position)
     rows_q = q + batch * q_batch + head * q_head + query * q_query
     queries = tl.load(rows_q[:, None] + d[None, :], mask=inside, other=0.0)
     cache = (k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head, k_slot, v_slot, width)
@@ -171,12 +155,12 @@ def _path_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     first = start * 0
     if WINDOW:
-        first = tl.maximum(position - WINDOW + 1, 0) // SPAN
-    for part in range(first, tl.cdiv(start, SPAN)):
+        first = tl.maximum(position - WINDOW + 1, 0) // _KERNEL_SPAN
+    for part in range(first, tl.cdiv(start, _KERNEL_SPAN)):
         place = ((batch * parts + part) * num_queries + query) * HEADS + head
         values = tl.load(partial + place[:, None] * width + d[None, :], mask=inside, other=0.0)
-        its_best = tl.load(sums + place * 2, mask=exists, other=float("-inf"))
-        its_total = tl.load(sums + place * 2 + 1, mask=exists, other=0.0)
+        its_best = tl.load(maxima_sums + place * 2, mask=exists, other=float("-inf"))
+        its_total = tl.load(maxima_sums + place * 2 + 1, mask=exists, other=0.0)
         new_best = tl.maximum(best, its_best)
         anchor = tl.where(new_best == float("-inf"), 0.0, new_best)  # a window may have hidden all so far
         own, other = tl.exp2(best - anchor), tl.exp2(its_best - anchor)
@@ -200,7 +184,7 @@ def _path_kernel(
             seen = seen & (place > position - WINDOW)
         slot = tl.where(place < length, place, length + node)
         best, total, acc = add_tile(
-            queries, cache, slot, stored, seen[None, :], (best, total, acc), log2_scale, softcap, SOFTCAP, BLOCK_D
+            queries, cache, slot, stored, seen[None, :], (best, total, acc), log2_scale, softcap, BLOCK_D
         )
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     rows_out = out + ((batch * num_queries + query) * HEADS + head) * width
@@ -219,23 +203,20 @@ def _attend_same_bits(
     out = q.new_empty(rows, queries, heads, width)
     partial = q.new_empty((rows, parts, queries, heads, width), dtype=torch.float32)
     sums = q.new_empty((rows, parts, queries, heads, 2), dtype=torch.float32)
-    tensors = (q, k, v, lengths, depth, partial, sums)
-    numbers = (width, scale * math.log2(math.e), softcap or 0.0)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], depth.stride(0))
-    options = {"HEADS": heads, "GROUP": group, "WINDOW": window, "SOFTCAP": softcap is not None}
-    options |= {"TILE": TILE, "SPAN": SPAN}
+    strided = ((one, *one.stride()[:3]) for one in (q, k, v))
+    settings = (width, scale * math.log2(math.e), softcap)
+    given = (*strided, lengths, depth, (partial, sums), settings, queries, parts, depth.stride(0))
+    options = {"HEADS": heads, "GROUP": group, "WINDOW": window}
     before, path = (attention_tile(count, width, q.dtype, capped=softcap is not None) for count in (64, 16))
     if q.dtype == torch.float32:
         path["num_warps"] = 8  # its products hold many registers
     with torch.cuda.device_of(q):
         if parts:
-            grid = (-(-queries * group // before["BLOCK_M"]), kv_heads, rows * parts)
-            _before_kernel[grid](*tensors, queries, parts, *numbers, *strides, **options, **before)
-        tree = (key_depth.stride(0), *ancestors.stride()[:2])
-        sizes = (queries, parts, key_depth.shape[1])
-        _path_kernel[(queries, kv_heads * -(-group // path["BLOCK_M"]), rows)](
-            *tensors, ancestors, key_depth, out, *sizes, *numbers, *strides, *tree, **options, **path
-        )
+            _before_kernel[(-(-queries * group // before["BLOCK_M"]), kv_heads, rows * parts)](
+                *given, **options, **before
+            )
+        tree = (ancestors, key_depth, out, key_depth.shape[1], key_depth.stride(0), *ancestors.stride()[:2])
+        _path_kernel[(queries, kv_heads * -(-group // path["BLOCK_M"]), rows)](*given, *tree, **options, **path)
     return out.transpose(1, 2)
 
 

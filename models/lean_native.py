@@ -18,7 +18,7 @@ class NativeLayers:
 
     def __init__(self, layers: Sequence[Layer], norm: Norm | None) -> None:
         self.layers, self.norm = layers, norm or layers[-1].before_mlp
-        self.parts = (cpu.Layer * len(layers))(*map(_native_layer, layers))
+        self.parts = (cpu.LayerArguments * len(layers))(*map(_native_layer, layers))
         self.dtype = layers[0].qkv.dtype
         self.function = cpu.function("decoder_layers", self.dtype)
 
@@ -49,7 +49,7 @@ class NativeLayers:
             part.captured = cpu.address(captured.get(number))
         (rows, queries), normed = positions.shape, torch.empty_like(x)
         width = 0 if inputs is None else inputs.shape[1]
-        sizes = cpu.Pass(
+        sizes = cpu.PassArguments(
             rows,
             queries,
             key_depth.shape[1],
@@ -82,7 +82,7 @@ class NativeLayers:
         return normed, [captured[number] for number in captures]
 
 
-def _native_layer(layer: Layer) -> cpu.Layer:
+def _native_layer(layer: Layer) -> cpu.LayerArguments:
     """A layer as kernels/cpu.cpp reads it; cache and table are set in each pass."""
 
     def norm(one: object) -> tuple[int | None, float]:
@@ -95,7 +95,7 @@ def _native_layer(layer: Layer) -> cpu.Layer:
     norms = (layer.before_attention, layer.qk_norm, layer.after_attention, layer.before_mlp, layer.after_mlp)
     weights, eps = zip(*map(norm, norms), strict=True)
     width = layer.out.shape[0] // layer.heads
-    return cpu.Layer(
+    return cpu.LayerArguments(
         *(cpu.address(one) for pair in pairs for one in pair),
         *weights,
         _norm_bias(layer.before_attention),

@@ -38,7 +38,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from draftsmith.common.files import json_object
-from draftsmith.kernels.linear import apply_linear, no_step
+from draftsmith.kernels.linear import apply_linear, prefill_products
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
 from draftsmith.models.precision import say as print_line
@@ -302,7 +302,7 @@ class Target:
         tokens = torch.tensor([[1, 2], [1, 3]], device=self.device)
         cache = DynamicCache()  # made without the config, so that sliding layers keep every key
         try:
-            with no_step():
+            with prefill_products():
                 logits = self.logits(self.hidden(tokens))
             expected = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): cache}).logits
         except (RuntimeError, IndexError, AttributeError, TypeError) as error:

@@ -176,6 +176,7 @@ def test_wheel_holds_every_file(wheel):
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "recipes").rglob("*.yaml")}
     data = [
         "kernels/cpu.cpp",
+        "kernels/cpu/*.h",
         "common/parts.html",
         "inference/evaluation/page.html",
         "train/page.html",

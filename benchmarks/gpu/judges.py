@@ -1,7 +1,7 @@
 """What the parts of `make gpu` measured: a judge reads the files of one part and compares with a goal.
 
-Goals of time are computed (:mod:`draftsmith.kernels.roofline`) from the bytes and operations of each row and the limits
-of the device that were measured in the same run; a row is judged where its floor is above 30 µs. Each judge takes the
+Goals of time are computed (benchmarks/floors.py) from the bytes and operations of each row and the limits of the device
+that were measured in the same run; a row is judged where its floor is above 30 µs. Each judge takes the
 folder of all results and whether this is a rehearsal, in which no goal of speed is judged. A part that was killed has
 measured less: what is missing is counted, not an error. ValueError: a result is wrong, whatever the speed.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks import floors
+from draftsmith.benchmarks.floors import Work
 from draftsmith.common.files import json_object
-from draftsmith.kernels import roofline
-from draftsmith.kernels.roofline import Work
 
 OTHERS = ("SDPA", "flex_attention", "flashinfer")  # ways of attention in kernel_times.py, beside ours
 # Shares of the bandwidth and of the matrix rate that goals ask for.
@@ -81,8 +81,8 @@ def judge_profile(out: Path, rehearsal: bool) -> Finding:
     return Finding(f"{how}: " + "; ".join(shown), met, facts, missing(len(rows), 2))
 
 
-def device_of(limits: Mapping[str, Any]) -> roofline.Device:
-    return roofline.Device(limits["bandwidth"], limits["matmul_rate"])
+def device_of(limits: Mapping[str, Any]) -> floors.Device:
+    return floors.Device(limits["bandwidth"], limits["matmul_rate"])
 
 
 def judge_step(out: Path, rehearsal: bool) -> Finding:
@@ -94,7 +94,7 @@ def judge_step(out: Path, rehearsal: bool) -> Finding:
     goals: dict[tuple[str, int], float] = {}  # of plain steps
     for row in report["rows"]:
         device = device_of(report["limits"][row["shape"]])
-        goal = roofline.goal(device, roofline.works_of(row["work"]), STEP)
+        goal = floors.goal(device, floors.works_of(row["work"]), STEP)
         name = f"{row['shape']} at {row['context']}"
         if goal.judged:
             met.append(row["median"] <= goal.seconds)
@@ -201,7 +201,7 @@ def judged_share(
     """What limits a row of benchmarks/kernel_times.py, and the share of it that the row reaches; None where the floor
     is too low to judge. Rows that miss their goal are noted in ``below``."""
     device, work = device_of(report), Work(row["moved"], row["operations"], 1)
-    goal, (what, least), seconds = roofline.goal(device, [work], shares), device.bound(work), row["median_us"] / 1e6
+    goal, (what, least), seconds = floors.goal(device, [work], shares), device.bound(work), row["median_us"] / 1e6
     if not goal.judged:
         return what, None
     if seconds > goal.seconds:

@@ -35,7 +35,7 @@ from draftsmith.inference.engine.runner import Runner, find_lean
 from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.tree_attention import Plans
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 

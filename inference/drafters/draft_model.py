@@ -26,7 +26,7 @@ from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.tree_attention import Plans
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.precision import say
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, head_rows

@@ -35,8 +35,8 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Noise, Rows
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.linear import apply_linear
-from draftsmith.kernels.tree_attention import Plans
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.inference.drafters.levels import Hidden, Pass
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
-    Plans,
     TreeKeys,
     ancestor_mask,
     attention_items,
@@ -139,7 +139,7 @@ class EagleLayer:
         if self.kernel:
             heads, kv_heads, keys = self.layer.heads, self.layer.kv_heads, self.keys
             items = attention_items(rows, count, heads, kv_heads, keys.shape[3], seen, keys.dtype, keys.device)
-            work = None if plans is None else plans.work(total, items)
+            work = None if plans is None else plans.plan(total, items)
             plan = {} if work is None else {0: work}
             tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
         else:

@@ -25,11 +25,12 @@ from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Noise, sampling_distribution
 from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.kernels.attention_plan import Plans
+from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
 from draftsmith.kernels.linear import kernel_weight
-from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.tree_attention import Plans, ancestor_mask
-from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
+from draftsmith.kernels.multi_step import IID, ONE_HOT, WITHOUT_REPLACEMENT, draw
+from draftsmith.kernels.tree_attention import ancestor_mask
 
 Hidden = tuple[Tensor, Tensor]  # [B, n, d] what drafts continue with, and what the LM head reads
 DrawKind = Literal["without_replacement", "iid", "naive", "none"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws, packed
+from draftsmith.kernels.multi_step import widened
 from draftsmith.kernels.tree_attention import ancestor_mask
-from draftsmith.kernels.verify import widened
 from draftsmith.models.target import Target
 
 LEVEL_REDUCTION = 1e-5  # of acceptance probabilities, by depth: more than rounding

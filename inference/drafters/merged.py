@@ -31,7 +31,7 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Rows
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.tree_attention import Plans
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.target import Target
 
 ONE_STREAM = "DRAFTSMITH_ONE_STREAM"  # environment variable, for benchmarks: if it is set, there are no side streams

@@ -15,7 +15,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.verify.sampling import Noise, Rows, Settings
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
-from draftsmith.kernels.tree_attention import Plans
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.target import Target
 
 if TYPE_CHECKING:

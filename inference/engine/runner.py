@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.kernels.attention_plan import Plan, Plans
 from draftsmith.kernels.backend import SAME_BITS, why_not_triton
 from draftsmith.kernels.step_attention import attend_tree
 from draftsmith.kernels.tree_attention import (
     TILE,
-    Plans,
     TreeKeys,
-    Work,
     ancestor_mask,
     attention_items,
     causal_ancestors,
@@ -232,12 +231,12 @@ class Runner:
             tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, step=True, captures=captures
         )
 
-    def _work(self, plans: Plans, queries: int, num_tree_keys: int, seen: int) -> dict[int, Work]:
+    def _work(self, plans: Plans, queries: int, num_tree_keys: int, seen: int) -> dict[int, Plan]:
         """The kernel's items for each window, planned for the shape of the first layer; none if no row is split."""
         (kv_heads, width), (rows, device) = self.target.kv_shapes[0], (len(plans.lengths), plans.lengths.device)
         items = attention_items(rows, queries, self.num_heads, kv_heads, width, seen, self.target.dtype, device)
-        by_window = {window: plans.work(num_tree_keys, items, window) for window in self.windows}
-        return {window: work for window, work in by_window.items() if work is not None}
+        by_window = {window: plans.plan(num_tree_keys, items, window) for window in self.windows}
+        return {window: plan for window, plan in by_window.items() if plan is not None}
 
     def _bias_of_one_row(self, mask: Tensor, seen: int, fixed: bool) -> Tensor:
         dtype, capacity = self.target.dtype, self.cache.capacity

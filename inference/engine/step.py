@@ -33,10 +33,11 @@ from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, likeliest
 from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
+from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.head_topk import head_argmax
-from draftsmith.kernels.linear import kernel_weight, no_step
+from draftsmith.kernels.linear import kernel_weight, prefill_products
 from draftsmith.kernels.measured import no_collection
-from draftsmith.kernels.tree_attention import Plans, ancestor_mask
+from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
@@ -188,7 +189,7 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
-    @no_step()
+    @prefill_products()
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[int]:

@@ -41,7 +41,7 @@ from draftsmith.inference.engine.step import PREFILL_CHUNK, on_device, static_by
 from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, chain
 from draftsmith.kernels.coupled import gumbel
-from draftsmith.kernels.linear import no_step
+from draftsmith.kernels.linear import prefill_products
 from draftsmith.models.target import Target, cache_argument
 
 WIDE = 16  # tokens of the engine's wider forward pass
@@ -169,7 +169,7 @@ def _engine_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int],
     cache = KVCache(target, 1, len(prompt) + len(tokens) + nodes)
     runner = Runner(target, cache, static_by_default(target))
     rows: list[Tensor] = []
-    with engine_attention([target]), on_device(target.device), no_step():
+    with engine_attention([target]), on_device(target.device), prefill_products():
         for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
             chunk = torch.tensor([prompt[:-1][start : start + PREFILL_CHUNK]], device=target.device)
             runner.forward_chunk(chunk, start)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.coupled import coupled_topk
-from draftsmith.kernels.sampling import distribution_reference
+from draftsmith.kernels.distribution import distribution_reference
 
 MIN_TEMPERATURE = 1e-10  # below it, sampling is greedy: any difference of logits decides
 

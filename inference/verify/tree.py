@@ -31,7 +31,7 @@ class Draws:
     Several draws of a node may lead to one child: merged trees keep each source's draw. Neither the order nor the
     number of a node's draws may depend on the value of a draw that is tested later (C2).
 
-    kind: ``[B, N, K]`` int8, as in :mod:`draftsmith.kernels.verify`: ``ONE_HOT`` (deterministic), ``IID``, or
+    kind: ``[B, N, K]`` int8, as in :mod:`draftsmith.kernels.multi_step`: ``ONE_HOT`` (deterministic), ``IID``, or
         ``WITHOUT_REPLACEMENT`` of the node's earlier draws from the same row of q.
     ids: ``[B or 1, R or 1, Vq]`` int64 the target's token that each entry of ``q`` stands for, each at most once, −1
         for padding of probability 0; None if they are the target's vocabulary (Vq = V).

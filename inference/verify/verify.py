@@ -32,9 +32,9 @@ from draftsmith.inference.verify.sampling import (
     sampling_distribution,
 )
 from draftsmith.inference.verify.tree import Draws, TokenTree, one_hot_draws
-from draftsmith.kernels import verify as kernels
 from draftsmith.kernels.accept_greedy import accepted_path
-from draftsmith.kernels.sampling import philox_uniforms
+from draftsmith.kernels.distribution import philox_uniforms
+from draftsmith.kernels.multi_step import verify_logits
 from draftsmith.models.target import Target
 
 Mode = Literal["greedy", "sample", "mss", "typical"]
@@ -85,9 +85,7 @@ def verify_sample(
     draws = draws or tree.draws or one_hot_draws(tree.parent, tree.valid, uniforms.shape[2])
     parts = draws.child, draws.kind, draws.q_row, draws.q
     random, uses = (uniforms, bonus_uniform), settings.uses[:3]
-    return Verdict(
-        *kernels.verify_logits(logits, *settings.filters, tree.tokens, *parts, *random, max_depth, draws.ids, uses)
-    )
+    return Verdict(*verify_logits(logits, *settings.filters, tree.tokens, *parts, *random, max_depth, draws.ids, uses))
 
 
 def verify_typical(
@@ -167,9 +165,7 @@ class Verifier:
             uniform, none = philox_uniforms(settings.seed, self.step[rows], 1)[:, 0], root[..., None][..., :0]
             logits, uniforms = penalised(logits[:, None], settings, seen), uniform[:, None, None][..., :0]
             draws = none, none, none, None, uniforms, uniform
-            *_, token, finite = kernels.verify_logits(
-                logits, *settings.filters, root, *draws, 0, uses=settings.uses[:3]
-            )
+            *_, token, finite = verify_logits(logits, *settings.filters, root, *draws, 0, uses=settings.uses[:3])
         if self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
         return torch.where(finite, token, -1)

@@ -2,7 +2,6 @@
 its shared memory. No GPU is needed: a launch compiles for sm_90 in place of running. What `make kernel-report`
 compiles, which CI runs too, is not repeated here."""
 
-import importlib
 import re
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def verify(dtype: torch.dtype, most: int, with_q: bool, reduced: int = 0, uses=(True, True, True)) -> None:
-    from draftsmith.kernels.verify import verify_logits
+    from draftsmith.kernels.multi_step import verify_logits
 
     logits, child = torch.zeros(1, 4, 4096, dtype=dtype), torch.zeros(1, 4, most, dtype=torch.int64)
     q, ids = torch.zeros(1, 4, 4096) if with_q else None, None
@@ -143,8 +142,8 @@ CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, BF16, 4, True, 
 
 
 KERNELS = set(
-    "tree_attention merge_items work commit acceptances distribution walk draw philox block_topk merge_topk coupled "
-    "shortlist_logits shortlist_topk tokens accept_greedy advance res_block add_norm pair_input rotate_write gated "
+    "tree_attention merge_items plan commit acceptances distribution walk draw philox block_topk merge_topk coupled "
+    "shortlist tokens accept_greedy advance res_block add_norm pair_input rotate_write gated "
     "vector few_rows sum_parts grow select before path".split()
 )
 
@@ -189,34 +188,3 @@ def test_programmatic_dependent_launch(monkeypatch):
         before = order[: order.index("ld.global")] if "ld.global" in order else order
         wanted = ["griddepcontrol.launch_dependents", "prefetch", "griddepcontrol.wait"] if switched else []
         assert sorted({*before}) == sorted(wanted) and before[-1:] == wanted[-1:]
-
-
-@pytest.mark.parametrize("name", ["_work_kernel", "_tree_attention_kernel", "_merge_items_kernel"])
-def test_what_torch_compile_writes_of_a_kernel_runs(name, tmp_path, monkeypatch):
-    """It copies a kernel's source, annotations too, into a module that knows Triton's two names alone."""
-    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as source_of
-
-    from draftsmith.kernels import tree_attention
-
-    header = "import triton\nimport triton.language as tl\n\n@triton.jit\n"
-    (tmp_path / f"written{name}.py").write_text(header + source_of(getattr(tree_attention, name)))
-    monkeypatch.syspath_prepend(tmp_path)
-    written = getattr(importlib.import_module(f"written{name}"), name)
-    constants = [each.name for each in written.params if each.is_constexpr]
-    assert constants and constants == [e.name for e in getattr(tree_attention, name).params if e.is_constexpr]
-
-
-@pytest.mark.parametrize("softcap", [None, 30.0])
-def test_kernels_in_torch_compile_take_float64_scalars(softcap):
-    """It gives Python's floats as float64; sums stay in float32."""
-    launches: list[Launch] = []
-    with intercepted(launches.append):
-        attention(16, 2, 2, softcap=softcap)
-    doubles = 0
-    for launch in launches:
-        options, signature, *rest = launch.pack()
-        double = {name: "fp64" if kind == "fp32" else kind for name, kind in signature.items()}
-        doubles += double != signature
-        given = launch._replace(pack=lambda packed=(options, double, *rest): packed)
-        assert "f64" not in re.sub(r"tt\.func.*|arith\.truncf.*", "", given.compiled().asm["ttir"])
-    assert doubles == 1

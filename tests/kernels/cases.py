@@ -4,8 +4,10 @@ import itertools
 
 import torch
 
+from draftsmith.kernels.backend import INTERPRETING
+
 # bfloat16 arithmetic is wrong in the interpreter
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
 
 
 def random_parents(nodes, reach, rng):

@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -13,7 +12,7 @@ FREE = set("empty empty_like empty_strided new_empty new_empty_strided detach li
 
 
 class Launches(TorchDispatchMode):
-    """Kernels by name. Of a custom operator the kernels inside are counted, of PyTorch's composite ones the parts."""
+    """Kernels by name. Of PyTorch's composite operators the parts are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +21,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not self.inside and func.namespace != "draftsmith":
+        if not self.inside:
             if func._can_decompose():
                 with self:
                     out = func.decompose(*args, **kwargs)
@@ -30,9 +29,6 @@ class Launches(TorchDispatchMode):
                     return out
             if not func.is_view and func.overloadpacket.__name__ not in FREE:
                 self.seen[func.overloadpacket.__name__] += 1
-        elif func.namespace == "draftsmith":
-            with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager

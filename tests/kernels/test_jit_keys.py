@@ -133,4 +133,4 @@ def test_attention_is_planned_once_for_all_passes_of_a_drafter(target, monkeypat
         keys.clear()
         step.run()
     assert len(keys["_tree_attention_kernel"]) == 1 + 4, "the target's layer, and a pass for each level"
-    assert 1 <= len(keys["_work_kernel"]) <= 2
+    assert 1 <= len(keys["_plan_kernel"]) <= 2

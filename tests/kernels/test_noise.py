@@ -4,7 +4,7 @@ import torch
 from scipy import stats
 
 from draftsmith.kernels.coupled import gumbel, uniforms
-from draftsmith.kernels.sampling import philox_words
+from draftsmith.kernels.distribution import philox_words
 
 ALPHA = 1e-6
 

@@ -1,4 +1,5 @@
-"""Shortlists against a loop over clusters, and their logits and best tokens on a CPU against float64."""
+"""Shortlists against a loop over clusters, and their logits on a CPU, by parts, against float64. Best tokens:
+device/test_shortlist_kernel.py."""
 
 import pytest
 import torch
@@ -162,31 +163,6 @@ def test_any_order_and_repetitions(monkeypatch, form, dtype):
     assert torch.equal(out[0, :, 1], out[0, :, 2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_whole_head_is_the_permuted_head(dtype):
-    """Each token's logit is that of the head before the permutation."""
-    weight, ids = head(300, 32, dtype), torch.randperm(300, generator=torch.Generator().manual_seed(3))
-    features = head(2, 32, dtype, 1).view(1, 2, 32)
-    with torch.no_grad():
-        rows = pack_shortlist(torch.rand(1, 5), torch.tensor([0, 20, 21, 150, 200, 300]), 5, 300).rows
-        assert rows.tolist() == [list(range(300))]
-        out = shortlist_logits(features, weight[ids], rows)
-        by_token = torch.empty_like(out).index_copy_(2, ids, out)
-        full, bound = product_bound(features, weight.t(), dtype)
-        best_values, best = shortlist_topk(features, weight[ids], rows, ids, 5)
-    assert_within(by_token, full, bound)
-    assert_within(best_values, full.gather(2, best), bound.amax(2, keepdim=True))
-    assert_within(best_values, full.topk(5).values, bound.amax(2, keepdim=True))
-
-
-def test_a_shortlist_of_padding_alone():
-    """Such as that of a row without a text."""
-    rows = torch.full((1, 6), -1)
-    assert bool((shortlist_logits(torch.ones(1, 2, 8), torch.ones(9, 8), rows) == float("-inf")).all())
-    values, ids = shortlist_topk(torch.ones(1, 2, 8), torch.ones(9, 8), rows, torch.arange(9), 2)
-    assert bool((values == float("-inf")).all()) and 0 <= int(ids.min()) <= int(ids.max()) < 9
-
-
 def test_products_keep_their_shape(monkeypatch):
     """A product of another shape is one that a library may have to prepare first."""
     shapes = []
@@ -206,55 +182,8 @@ def test_products_keep_their_shape(monkeypatch):
     assert len(shapes) > 16 and set(shapes) == {(39, 16)}, "six chunks of the capacity"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_topk(dtype):
-    """The best of the shortlist, even where better tokens are outside."""
-    weight, features = head(120, 24, dtype), head(6, 24, dtype, 1).view(2, 3, 24)
-    ids = torch.randperm(120, generator=torch.Generator().manual_seed(2)) + 1000
-    scores = torch.tensor([[0.0, 1, 2, 3], [3, 0, 1, 2]])
-    rows, count, _ = pack_shortlist(scores, torch.tensor([0, 10, 30, 70, 120]), 2, 95)
-    values, tokens = shortlist_topk(features, weight, rows, ids, 8)
-    assert values.shape == tokens.shape == (2, 3, 8)
-    assert values.dtype == torch.float32 and tokens.dtype == torch.int64
-    logits = shortlist_logits(features, weight, rows)
-    assert torch.equal(values, logits.topk(8).values)
-    place_of = {int(token): place for place, token in enumerate(ids)}
-    for text in range(2):
-        allowed = rows[text, : int(count[text])].tolist()
-        for node in range(3):
-            places = [place_of[int(token)] for token in tokens[text, node]]
-            assert len(set(places)) == 8 and set(places) <= set(allowed)
-            own = [float(logits[text, node, allowed.index(place)]) for place in places]
-            assert own == values[text, node].tolist()
-    exact, bound = product_bound(features, weight.t(), dtype)
-    of_shortlist = exact.gather(2, rows.clamp(min=0)[:, None].expand(-1, 3, -1))
-    best = of_shortlist.masked_fill((rows < 0)[:, None], -torch.inf).topk(8).values
-    for found in (values, shortlist_topk_reference(features, weight, rows, ids, 8)[0]):
-        assert_within(found, best, bound.amax(2, keepdim=True))
-    full = features.float() @ weight.float().t()
-    assert float((full.topk(8).values - values).abs().max()) > 0.3, "some of the head's best tokens are outside"
-
-
-def test_a_shortlist_of_fewer_tokens():
-    weight, ids = torch.eye(8), torch.arange(8) + 50
-    rows = torch.tensor([[4, 5, -1, -1, -1], [2, 3, 4, 5, 6]])
-    features = torch.arange(8.0).expand(2, 1, 8)
-    for topk in (shortlist_topk, shortlist_topk_reference):
-        values, tokens = topk(features, weight, rows, ids, 4)
-        assert values.tolist() == [[[5.0, 4.0, float("-inf"), float("-inf")]], [[6.0, 5.0, 4.0, 3.0]]]
-        assert tokens.tolist() == [[[55, 54, 54, 54]], [[56, 55, 54, 53]]]
-
-
 def test_ties_of_the_definition():
     """The first in the shortlist, whatever the tokens' numbers."""
     rows = torch.tensor([[5, 1, 3, 3, -1]])
     tokens = shortlist_topk_reference(torch.zeros(1, 1, 4), torch.ones(6, 4), rows, torch.arange(6).flip(0), 4)[1]
     assert tokens.tolist() == [[[0, 4, 2, 2]]]
-
-
-@pytest.mark.parametrize(("count", "most"), [(0, 5), (6, 5), (17, 16)])
-def test_too_many(count, most):
-    capacity = 5 if most == 5 else 40
-    with pytest.raises(ValueError, match=f"shortlist_topk: {count} tokens of {capacity}; use 1 to {most}"):
-        rows = torch.zeros(1, capacity, dtype=torch.int64)
-        shortlist_topk(torch.zeros(1, 1, 8), torch.zeros(9, 8), rows, torch.arange(9), count)

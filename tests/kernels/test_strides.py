@@ -11,16 +11,16 @@ from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.add_norm import add_norm
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.commit import commit
+from draftsmith.kernels.distribution import distribution_scalars
 from draftsmith.kernels.few_rows import candidates, few_rows_product
 from draftsmith.kernels.gated import gated
 from draftsmith.kernels.head_topk import head_argmax, head_topk
+from draftsmith.kernels.multi_step import verify_logits
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.res_block import res_block
 from draftsmith.kernels.rotate_write import rotate_write
-from draftsmith.kernels.sampling import distribution_scalars
 from draftsmith.kernels.shortlist_linear import shortlist_logits, shortlist_topk
 from draftsmith.kernels.tree_attention import causal_ancestors, tree_attention_cached
-from draftsmith.kernels.verify import verify_logits
 
 Inputs = dict[str, Tensor]
 Case = tuple[Inputs, Callable[[Inputs], object]]

@@ -8,19 +8,18 @@ from bounds import assert_within, attention_bound
 from cases import depths, random_parents, walk
 
 from draftsmith.inference.verify.tree import bitsets
+from draftsmith.kernels import attention_tiles
 from draftsmith.kernels import tree_attention as tree_attention_module
+from draftsmith.kernels.attention_plan import TILE, make_plan_reference
+from draftsmith.kernels.attention_tiles import WIDE_TILES, Shape, attention_tile, tile_of
 from draftsmith.kernels.tree_attention import (
-    TILE,
-    WIDE_TILES,
     ancestor_mask,
     attention_items,
-    attention_tile,
     causal_ancestors,
     causal_bias,
     tree_attention,
     tree_attention_reference,
     tree_bias,
-    tree_work_reference,
 )
 
 NODES = (1, 2, 32, 33, 64, 65, 128, 130)
@@ -122,13 +121,13 @@ def test_causal_ancestors(nodes):
 
 @pytest.mark.parametrize("window", [0, 1, 65, 300])
 @pytest.mark.parametrize("extra", [0, 1, 7, 33, 200])
-def test_work_covers_every_tile_once(extra, window):
+def test_a_plan_covers_every_tile_once(extra, window):
     """Ragged rows, empty ones among them: ranges that follow one another, of nearly equal size, none of a row that is
     split smaller than the least share; partial results of split rows fit into I − B + 1 places."""
     rng = random.Random(extra + window)
     for tree, min_share in ((1, 1), (64, 2), (65, 2)):
         lengths = [rng.choice([0, 1, 64, rng.randrange(700), rng.randrange(30000)]) for _ in range(rng.randrange(1, 9))]
-        items, first, count = tree_work_reference(torch.tensor(lengths), tree, len(lengths) + extra, window, min_share)
+        items, first, count = make_plan_reference(torch.tensor(lengths), tree, len(lengths) + extra, window, min_share)
         tiles = [-(-(length - max(length - window + 1 if window else 0, 0)) // TILE) for length in lengths]
         tiles = [number + -(-tree // TILE) for number in tiles]
         used = 0
@@ -147,7 +146,7 @@ def test_work_covers_every_tile_once(extra, window):
 
 def test_one_long_row_gets_the_items():
     """One row of 16 384 slots among 31 of 100."""
-    count = tree_work_reference(torch.tensor([100] * 31 + [16384]), 16, 32 + 32).count.tolist()
+    count = make_plan_reference(torch.tensor([100] * 31 + [16384]), 16, 32 + 32).count.tolist()
     assert count[:31] == [1] * 31 and count[31] > 20
 
 
@@ -157,13 +156,14 @@ def test_one_long_row_gets_the_items():
 @pytest.mark.parametrize("slots", [60, 128, 1024, 16384])
 def test_items(monkeypatch, processors, rows, queries, slots):
     """At most as many programs as run at a time where a row's items are more than one, and none that no row can use."""
-    monkeypatch.setattr(tree_attention_module, "multiprocessors", lambda device: processors)
+    for module in (tree_attention_module, attention_tiles):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: processors)
     items = attention_items(rows, queries, 32, 8, 128, slots, torch.bfloat16, torch.device("cpu"))
     tile = attention_tile(queries * 4, 128, torch.bfloat16, rows * 8, processors)
     programs = 8 * -(-queries * 4 // tile["BLOCK_M"])
     assert items == rows or (items - rows + 1) * programs <= 2 * processors
     lengths = torch.full((rows,), slots - min(queries, slots))
-    count = tree_work_reference(lengths, min(queries, slots), items).count
+    count = make_plan_reference(lengths, min(queries, slots), items).count
     if slots <= 128:
         assert items == rows
     elif rows == 1:
@@ -184,15 +184,15 @@ def test_tiles():
 
 def test_wide_tiles_are_measured_once(monkeypatch):
     """Made-up times: the fastest tile of those that give the result, from the file in the next process."""
-    module, cpu = tree_attention_module, torch.device("cpu")
+    cpu = torch.device("cpu")
     names, timed, broken = [*WIDE_TILES], [], False
-    monkeypatch.setattr(module, "_may_measure", lambda device: True)
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(module, "FILE", "attention-test.json")
-    monkeypatch.setattr(module, "INTERPRETING", True)  # as a kernel of Triton
+    monkeypatch.setattr(attention_tiles, "_may_measure", lambda device: True)
+    monkeypatch.setattr(attention_tiles, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_tiles, "FILE", "attention-test.json")
+    monkeypatch.setattr(tree_attention_module, "INTERPRETING", True)  # as a kernel of Triton
 
     def chosen():
-        return next(iter(module._wide.values()))
+        return next(iter(attention_tiles._wide.values()))
 
     def attend(q, *arguments):
         if broken:
@@ -203,19 +203,19 @@ def test_wide_tiles_are_measured_once(monkeypatch):
         timed.append(chosen())
         return {names[0]: 2.0, names[1]: 1.0, names[2]: 0.5}[timed[-1]]
 
-    monkeypatch.setattr(module, "tree_attention_cached", attend)
-    monkeypatch.setattr(module, "gpu_seconds", seconds)
+    monkeypatch.setattr(tree_attention_module, "tree_attention_cached", attend)
+    monkeypatch.setattr(attention_tiles, "gpu_seconds", seconds)
     shape = 1, 64, 8, 2, 16
     for process in (1, 2):
-        monkeypatch.setattr(module, "_wide", {})
+        monkeypatch.setattr(attention_tiles, "_wide", {})
         for _ in range(2):
             attention_items(*shape, 2048, torch.bfloat16, cpu)
         assert timed == names[:2] and chosen() == names[1], process
-    tile = module._tile(*shape, torch.bfloat16, cpu)
+    tile = tile_of(Shape(*shape, torch.bfloat16, cpu))
     assert [tile[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")] == [*WIDE_TILES[names[1]]]
-    for other in (module._tile(1, 16, *shape[2:], torch.bfloat16, cpu), module._tile(*shape, torch.float32, cpu)):
-        assert other["BLOCK_M"] < 128, "narrow trees and float32 are not measured"
-    assert module._tile(*shape, torch.bfloat16, cpu, capped=True)["BLOCK_N"] == 32
+    for other in (Shape(1, 16, *shape[2:], torch.bfloat16, cpu), Shape(*shape, torch.float32, cpu)):
+        assert tile_of(other)["BLOCK_M"] < 128, "narrow trees and float32 are not measured"
+    assert tile_of(Shape(*shape, torch.bfloat16, cpu), capped=True)["BLOCK_N"] == 32
     broken = True
     with pytest.warns(UserWarning, match=r"no tile of attention could be timed for .* \(out of resources\)"):
         attention_items(8, *shape[1:], 2048, torch.bfloat16, cpu)

@@ -27,7 +27,7 @@ from draftsmith.inference.engine.costs import StepCosts
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.verify.sampling import Noise, Sampling
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
+from draftsmith.kernels.multi_step import IID, ONE_HOT, WITHOUT_REPLACEMENT
 from draftsmith.models.target import Target, cache_argument, load_target
 
 TREES = {"chain": [1, 1, 1, 1], "sparse": SPARSE}

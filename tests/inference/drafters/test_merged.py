@@ -18,9 +18,9 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.sampling import Sampling, Settings
 from draftsmith.inference.verify.tree import Draws, TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict, verify_sample
-from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.tree_attention import Plans
-from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT
+from draftsmith.kernels.attention_plan import Plans
+from draftsmith.kernels.distribution import philox_uniforms
+from draftsmith.kernels.multi_step import IID, ONE_HOT, WITHOUT_REPLACEMENT
 
 CPU = torch.device("cpu")
 P = [0.42, 0.28, 0.16, 0.10, 0.04]

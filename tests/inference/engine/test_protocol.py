@@ -11,8 +11,8 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.sampling import Noise
 from draftsmith.inference.verify.tree import Draws, StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verifier
-from draftsmith.kernels.sampling import philox_uniforms
-from draftsmith.kernels.verify import WITHOUT_REPLACEMENT, draw
+from draftsmith.kernels.distribution import philox_uniforms
+from draftsmith.kernels.multi_step import WITHOUT_REPLACEMENT, draw
 
 PARENTS = [-1, 0, 0, 1, 1, 3]  # the largest tree; each row uses its first nodes
 EXPANDED = [0, 1, 3]  # nodes with children

@@ -23,7 +23,7 @@ from draftsmith.inference.verify.sampling import Noise, Sampling, Settings
 from draftsmith.inference.verify.tree import StaticTree
 from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels.coupled import coupled_topk, coupled_topk_reference, gumbel
-from draftsmith.kernels.sampling import distribution_reference
+from draftsmith.kernels.distribution import distribution_reference
 
 ALPHA, COUNT, VOCAB = 1e-6, 100_000, 4
 CPU = torch.device("cpu")

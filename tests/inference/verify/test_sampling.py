@@ -27,9 +27,9 @@ from draftsmith.inference.verify import verify
 from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import Draws, StaticTree, Topology
 from draftsmith.inference.verify.verify import Verdict, verify_typical
-from draftsmith.kernels.sampling import philox_uniforms
+from draftsmith.kernels.distribution import philox_uniforms
+from draftsmith.kernels.multi_step import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw, verify_logits
 from draftsmith.kernels.tree_attention import ancestor_mask
-from draftsmith.kernels.verify import IID, ONE_HOT, WITHOUT_REPLACEMENT, acceptances_reference, draw, verify_logits
 
 CPU = torch.device("cpu")
 ALPHA = 1e-6

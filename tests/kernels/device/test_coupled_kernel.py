@@ -9,7 +9,7 @@ from scipy import stats
 from draftsmith.kernels import cpu
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.coupled import coupled_topk, coupled_topk_reference
-from draftsmith.kernels.sampling import distribution_reference
+from draftsmith.kernels.distribution import distribution_reference
 
 ALPHA = 1e-6
 

@@ -85,9 +85,8 @@ def test_merge(candidates, count, at_once, device, monkeypatch):
     values, ids = values.to(device), ids.to(device)
     alone = values.new_empty(rows, count), torch.empty(rows, count, dtype=torch.int64, device=device)
     with torch.cuda.device_of(values):
-        sizes, unused = (count, candidates, vocabulary), (None, None, 0, None)
-        launch = _merge_topk_kernel[(rows,)]
-        launch(values, ids, *alone, *sizes, *unused, BLOCK=max(64, at_once // 2), BLOCK_P=1)
+        given = ((values, ids, *alone), (None, None, 0, None), vocabulary, count, candidates)
+        _merge_topk_kernel[(rows,)](*given, BLOCK=max(64, at_once // 2), BLOCK_P=1)
     for found_values, found in (merge_topk(values, ids, count, vocabulary), alone):
         assert torch.equal(found_values.cpu(), wanted[0]) and torch.equal(found.cpu(), wanted[1])
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.inference.engine import runner as runner_module
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention
+from draftsmith.kernels import attention_plan
 from draftsmith.kernels import tree_attention as kernel_module
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -51,15 +52,16 @@ def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean,
     target = on(make_target(family, num_attention_heads=2, num_key_value_heads=1))
     exact = prefill(on(target, torch.float64), False, kernel=False, large=items > 2)
     plain = prefill(target, lean, kernel=False, large=items > 2)
-    planned, tree_work = [], kernel_module.tree_work
+    planned, make_plan = [], kernel_module.make_plan
 
-    def work(*arguments):
-        planned.append(tree_work(*arguments, min_share=1))
+    def plan(*arguments):
+        planned.append(make_plan(*arguments, min_share=1))
         return planned[-1]
 
-    monkeypatch.setattr(kernel_module, "tree_work", work)
-    monkeypatch.setattr(runner_module, "attention_items", lambda *arguments: items)
-    monkeypatch.setattr(kernel_module, "attention_items", lambda *arguments: items)
+    for module in (kernel_module, attention_plan):
+        monkeypatch.setattr(module, "make_plan", plan)
+    for module in (kernel_module, runner_module):
+        monkeypatch.setattr(module, "attention_items", lambda *arguments: items)
     ours = prefill(target, lean, kernel=True, large=items > 2)
     windows = 1 if family == "llama" else 2
     assert len(planned) == (0 if items == 2 else 2 * windows), "once for each chunk and window, not for each layer"
@@ -70,8 +72,6 @@ def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean,
 
 class Largest(TorchDispatchMode):
     """Records the largest storage that an operation returns, in elements, of those not known before."""
-
-    supports_higher_order_operators = True  # such as the launch of a kernel
 
     def __init__(self, known):
         super().__init__()
@@ -86,9 +86,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("family", "lean"), [("llama", True), ("gemma2", False)])
-def test_neither_scores_nor_masks_are_kept(make_target, device, on, monkeypatch, family, lean):
+def test_neither_scores_nor_masks_are_kept(make_target, device, on, family, lean):
     """T chunk tokens behind many others: nothing of T · S elements, let alone heads · T · S."""
-    monkeypatch.setattr(kernel_module, "_tree_attention_op", kernel_module._tree_attention_cached)  # seen from inside
     fields = {"num_hidden_layers": 1} if family == "llama" else {}
     target, chunk, start = on(make_target(family, max_position_embeddings=1024, **fields)), 40, 900
     size = chunk * (start + chunk)

@@ -1,5 +1,7 @@
 """The kernel that rotates queries and keys and writes them to the cache, against complex numbers in float64."""
 
+import itertools
+
 import pytest
 import torch
 from bounds import assert_within, roundings_of_sum, sum_bound
@@ -75,27 +77,21 @@ def check(
         assert cache[untouched].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("rows", "count", "kv_heads", "group", "width"),
-    [(1, 1, 1, 1, 16), (2, 3, 2, 4, 80), (3, 1, 1, 7, 24), (1, 5, 3, 1, 96), (2, 1, 8, 4, 128), (1, 2, 1, 3, 2)],
-)
-def test_sizes(device, dtype, parts, rows, count, kv_heads, group, width):
-    check(device, dtype, rows, count, kv_heads, group, width, parts)
+SIZES = [(1, 1, 1, 1, 16), (2, 3, 2, 4, 80), (3, 1, 1, 7, 24), (1, 5, 3, 1, 96), (2, 1, 8, 4, 128), (1, 2, 1, 3, 2)]
+CASES = [(*size, parts, {}) for size in SIZES for parts in (1, 3)]  # rows, count, key/value heads, group, width, parts
+CASES += [
+    (2, 2, 2, 3, 24, parts, {"bias": bias, "norm": norm})
+    for bias, norm, parts in itertools.product((False, True), (None, "own", "float32"), (1, 2))
+]
+CASES += [(3, 2, 2, 1, 16, 1, {"shared_slots": True})]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", [None, "own", "float32"])
-def test_bias_and_norm(device, dtype, bias, norm):
-    norm = {"own": dtype, "float32": torch.float32}.get(norm)
-    for parts in (1, 2):
-        check(device, dtype, 2, 2, 2, 3, 24, parts, bias=bias, norm=norm)
-
-
-def test_slots_shared_by_the_rows(device):
-    check(device, torch.float32, 3, 2, 2, 1, 16, 1, shared_slots=True)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rotate_write(device, dtype, case):
+    *sizes, options = case
+    norm = {"own": dtype, "float32": torch.float32}.get(options.get("norm"))
+    check(device, dtype, *sizes, **{**options, "norm": norm})
 
 
 def test_values_are_copied(device):

@@ -17,12 +17,13 @@ from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import step_attention
-from draftsmith.kernels.backend import INTERPRETING, SAME_BITS, jit, tl
+from draftsmith.kernels.attention_plan import KERNEL_TILE, TILE
+from draftsmith.kernels.backend import INTERPRETING, SAME_BITS, jit
 from draftsmith.kernels.few_rows import few_rows_product, parse_form
 from draftsmith.kernels.head_topk import head_argmax
 from draftsmith.kernels.linear import choose
 from draftsmith.kernels.step_attention import attend_tree
-from draftsmith.kernels.tree_attention import TILE, TreeKeys
+from draftsmith.kernels.tree_attention import TreeKeys
 
 GPU = torch.cuda.is_available()
 FIELDS = {} if GPU else {"num_attention_heads": 2, "num_key_value_heads": 1}  # of targets: fewer programs to interpret
@@ -83,35 +84,28 @@ def attend_both_ways(device, lengths, tree, reach, group, dtype=torch.float32, w
 
 
 TREES = [(1, 1), (9, 1), (20, 4), (70, 70)]  # nodes and reach: chains, trees, and for one row a bush of several words
-CASES = list(itertools.product(range(len(TREES)), [1, 4], range(len(DTYPES))))
+# Lengths, nodes, reach, group, dtype, window, soft cap, the nodes that are asked for (None: some).
+CASES = [  # in the interpreter each tree in each dtype and each group, but not in all pairs of these
+    ([0, 60, 131] if nodes < 64 else [60], nodes, reach, group, dtype)
+    for number, ((nodes, reach), group, dtype) in enumerate(itertools.product(TREES, [1, 4], DTYPES))
+    if GPU or (number + number // 2 + number // 4) % 2
+]
+# At edges: of a block of keys, of the positions whose keys are gathered, and of a part.
+for length in (TILE - 5, TILE, 2 * TILE - 3, 2 * TILE - 1, 2 * TILE, 511 + TILE, 1023 + TILE):
+    CASES.append(([length], 12, 3, 2, torch.float32, 0, None, (0, 3, 7, 11)))
+for window, softcap in ((5, None), (70, 2.0), (200, None), (0, 2.0)):
+    CASES.append(([3, 700], 12, 3, 2, torch.float32, window, softcap))
+CASES.append(([63 + TILE], TILE + 1, 1, 1, torch.float32, 0, None, (TILE,)))  # as deep as can be
 
 
-@pytest.mark.parametrize(("tree", "group", "dtype"), [c for c in CASES if GPU or sum(c) % 2])
-def test_attention(device, tree, group, dtype):
-    """Three rows of other lengths, an empty one among them. In the interpreter each tree in each dtype and each group,
-    but not in all pairs of these."""
-    nodes, reach = TREES[tree]
-    attend_both_ways(device, [0, 60, 131] if nodes < 64 else [60], nodes, reach, group, DTYPES[dtype])
-
-
-@pytest.mark.parametrize("length", [TILE - 5, TILE, 2 * TILE - 3, 2 * TILE - 1, 2 * TILE, 511 + TILE, 1023 + TILE])
-def test_lengths_at_edges(device, length):
-    """Of a block of keys, of the positions whose keys are gathered, and of a part."""
-    attend_both_ways(device, [length], 12, 3, 2, asked=(0, 3, 7, 11))
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(5, None), (70, 2.0), (200, None), (0, 2.0)])
-def test_windows_and_soft_caps(device, window, softcap):
-    attend_both_ways(device, [3, 700], 12, 3, 2, torch.float32, window, softcap)
-
-
-def test_as_deep_as_can_be(device):
-    attend_both_ways(device, [63 + TILE], TILE + 1, 1, 1, asked=(TILE,))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+def test_attention(device, case):
+    attend_both_ways(device, *case)
 
 
 @jit
-def _one_block_later(position, TILE: tl.constexpr):
-    return position // TILE * TILE
+def _one_block_later(position):
+    return position // KERNEL_TILE * KERNEL_TILE
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="a compiled kernel cannot be changed")

@@ -9,14 +9,13 @@ from cases import DTYPES, depths, random_parents, walk
 
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels import tree_attention as kernel_module
+from draftsmith.kernels.attention_plan import make_plan, make_plan_reference
 from draftsmith.kernels.step_attention import attend_tree
 from draftsmith.kernels.tree_attention import (
     TreeKeys,
     attention_items,
     tree_attention_cached,
     tree_attention_cached_reference,
-    tree_work,
-    tree_work_reference,
 )
 
 
@@ -58,9 +57,9 @@ def check(device, dtype, lengths, tree, queries, kv_heads, group, width, extra, 
     there = [part.to(device) for part in (torch.tensor(lengths), torch.stack(sets), depth, key_depth)]
     arguments = (q, k, v, *there[:2], tree, scale, *there[2:], window, softcap)
     longer = rng.choice((0, 1, 70))  # a plan also serves passes of shorter prefixes and fewer tree keys
-    work = tree_work(arguments[3] + longer, tree + longer, rows + extra, window, 1)
-    assert longer or extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(work.count.tolist()) > 1, "a row is split"
-    out = tree_attention_cached(*arguments, work=work)
+    plan = make_plan(arguments[3] + longer, tree + longer, rows + extra, window, 1)
+    assert longer or extra < 5 or max(lengths) < 64 or 0 < window < 64 or max(plan.count.tolist()) > 1, "a row is split"
+    out = tree_attention_cached(*arguments, plan=plan)
     assert out.shape == q.shape and out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     for row, length in enumerate(lengths):
         used = slice(length + tree)
@@ -157,9 +156,9 @@ def test_shared_tree_and_default_items(device, given):
     sets = bitsets(parent).to(device)[None].expand(2, -1, -1)
     depth = depths(parent).to(device)[None].expand(2, -1)
     default = attention_items(2, 20, 1, 1, 16, 2048, torch.float32, device)
-    assert default > 2 + 2 and max(tree_work(lengths, 20, default).count.tolist()) > 1, "a row is split"
+    assert default > 2 + 2 and max(make_plan(lengths, 20, default).count.tolist()) > 1, "a row is split"
     for window in (0, 100):
-        plan = {100: tree_work(lengths, 20, 9, 100)} if given else None  # without a window it would leave keys out
+        plan = {100: make_plan(lengths, 20, 9, 100)} if given else None  # without a window it would leave keys out
         out = attend_tree(q, k, v, TreeKeys(lengths, sets, depth, depth, plan), 0.25, window)
         wanted = tree_attention_cached_reference(q, k, v, lengths, sets, 20, 0.25, depth, depth, window)
         # Both are within a bound of this size of the exact value: scores of 16 products, sums of 420 values.
@@ -168,11 +167,11 @@ def test_shared_tree_and_default_items(device, given):
 
 @pytest.mark.parametrize("window", [0, 1, 100, 5000])
 @pytest.mark.parametrize(("rows", "extra"), [(1, 0), (1, 12), (3, 7), (20, 5)])
-def test_work(device, rows, extra, window):
+def test_plan(device, rows, extra, window):
     """The plan of the definition, element by element."""
     rng = random.Random(repr((rows, extra, window)))
     lengths = torch.tensor([rng.choice([0, 64, 100, 3000, 1 << 20]) for _ in range(rows)], device=device)
     for tree, min_share in ((1, 1), (130, 2)):
-        out = tree_work(lengths, tree, rows + extra, window, min_share)
-        wanted = tree_work_reference(lengths, tree, rows + extra, window, min_share)
+        out = make_plan(lengths, tree, rows + extra, window, min_share)
+        wanted = make_plan_reference(lengths, tree, rows + extra, window, min_share)
         assert all(torch.equal(one, other) for one, other in zip(out, wanted, strict=True))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftsmith.benchmarks.floors import BOUNDARY, JUDGED, Device, Work, goal
 from draftsmith.benchmarks.gpu import judges as gpu_judges
 from draftsmith.benchmarks.step_times import SHAPES, grow_tree, random_heads, works_of_step
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.kernels.roofline import BOUNDARY, JUDGED, Device, Work, goal
 from draftsmith.models.target import Target
 
 # Copy bandwidth and matrix rate of the order of an H200, an H100, an A100 and an L4.

@@ -6,13 +6,13 @@ from bounds import gamma
 from cases import sampling_parameters
 from draws import occurs
 
-from draftsmith.kernels.sampling import (
+from draftsmith.kernels.distribution import (
     distribution_reference,
     distribution_scalars,
     philox_uniforms,
     philox_uniforms_reference,
 )
-from draftsmith.kernels.verify import acceptances_reference
+from draftsmith.kernels.multi_step import acceptances_reference
 
 
 def described(logits, scalars, best):

@@ -14,9 +14,9 @@ nothing of size V is written, and nothing is sorted: floors are searched among t
 8 candidates in each pass over V. They are searched among logits and compared as s, because equal s may come from
 different logits.
 
-If a node's draws are all one-hot, their acceptance probabilities (phase A of kernels/verify.py) come from the pass that
-sums Z: the residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus that
-of the later draws' tokens, a sum without cancellation.
+If a node's draws are all one-hot, their acceptance probabilities (phase A of kernels/multi_step.py) come from the pass
+that sums Z: the residual after the first k draws is p without their tokens. Its mass is that of the undrawn tokens plus
+that of the later draws' tokens, a sum without cancellation.
 
 Uniforms are those of Philox 4×32-10 (Salmon et al., 2011).
 
@@ -60,7 +60,7 @@ def philox_uniforms_reference(seed: Tensor, step: Tensor, count: int, stream: in
     return (torch.stack(words, -1).flatten(1)[:, :count] >> 8).float() * 2.0**-24
 
 
-@jit(do_not_specialize=["count", "stream", "seed_row", "step_row"])
+@jit(do_not_specialize="count stream seed_row step_row")
 def _philox_kernel(seed, step, uniforms, count, stream, seed_row, step_row, BLOCK: tl.constexpr):
     """One program per row and block of counters, each of which gives four uniforms."""
     row = tl.program_id(0).to(tl.int64)
@@ -297,7 +297,7 @@ def _top_floor(logits, maxima, maximum, temperature, top_k, top_p, V, LOW: tl.co
     return floor
 
 
-@jit(do_not_specialize=["N", "K", "child_row", "child_node"])
+@jit(do_not_specialize="N K child_row child_node")
 def _distribution_kernel(
     target,
     settings,

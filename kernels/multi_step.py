@@ -10,11 +10,12 @@ distribution with temperature, top-k, top-p and min-p. Three phases:
     C  one draw from the residual of the node where the walk stopped, by inversion
 
 Nothing of size V is written. p is computed where it is needed from the logits and a few numbers of each node, which
-kernels/sampling.py finds in one pass over all nodes; where every draw is one-hot, the same launch does phase A. Other
-draws have a kernel for phase A, which keeps each draw's acceptance probability, the mass of (r − q)+ after it and, for
-draws without replacement, the mass that q had left: any r(x) follows from p(x), the earlier draws' q and these. For
-phases B and C the vocabulary is cut into parts: programs of one launch walk down the tree, each for itself, and sum the
-residual over their part; a second launch scans only the part in which the inverse of the cumulative sum lies.
+kernels/distribution.py finds in one pass over all nodes; where every draw is one-hot, the same launch does phase A.
+Other draws have a kernel for phase A, which keeps each draw's acceptance probability, the mass of (r − q)+ after it
+and, for draws without replacement, the mass that q had left: any r(x) follows from p(x), the earlier draws' q and
+these. For phases B and C the vocabulary is cut into parts: programs of one launch walk down the tree, each for itself,
+and sum the residual over their part; a second launch scans only the part in which the inverse of the cumulative sum
+lies.
 
 A q over a reduced vocabulary is not widened: a map from the target's tokens to the entries of q is made before the
 launch, and looked up wherever q is read; a token without an entry has probability 0.
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
-from draftsmith.kernels.sampling import (
+from draftsmith.kernels.distribution import (
     TargetNodes,
     at_node,
     distribution_reference,
@@ -153,7 +154,7 @@ class _Drafts(NamedTuple):
     entry_row: int = 0
 
 
-_SIZES = ["N", "K", "R", "child_row", "child_node", "entry_batch"]  # change from step to step
+_SIZES = "N K R child_row child_node entry_batch"  # change from step to step
 
 # In the kernels: ``first`` are the offsets of a row of the batch in q and in the entries; ``draws`` are a node's draws
 # as vectors over turns: the turns, tokens, kinds and rows of q.
@@ -297,7 +298,7 @@ def _weights(target, drafts, rejected, start, BLOCK_V: tl.constexpr):
     return weights.to(tl.float64)
 
 
-@jit(do_not_specialize=[*_SIZES, "uniforms", "uniforms_row", "uniforms_node", "max_depth"])
+@jit(do_not_specialize=_SIZES + " uniforms uniforms_row uniforms_node max_depth")
 def _walk_kernel(
     target,
     drafts,
@@ -352,14 +353,11 @@ def _walk_kernel(
     tl.store(sums + batch * tl.num_programs(1) + part, tl.sum(total, 0))
 
 
-@jit(do_not_specialize=[*_SIZES, "bonus_row"])
+@jit(do_not_specialize=_SIZES + " bonus_row")
 def _draw_kernel(
     target,
     drafts,
-    node_in,
-    sums,
-    bonus_uniform,
-    bonus,
+    tensors,
     N,
     K,
     R,
@@ -372,8 +370,9 @@ def _draw_kernel(
     PART: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The draw of phase C: one row per program. The first token whose cumulative sum is above the uniform's share of
-    the total lies in the first part of which this is true."""
+    """The draw of phase C: one row per program. The drawn token is the first whose cumulative sum exceeds u · total; it
+    lies in the first part of the vocabulary whose cumulative sum does."""
+    node_in, sums, bonus_uniform, bonus = tensors
     batch = tl.program_id(0).to(tl.int64)
     number, parts = tl.arange(0, BLOCK_P), tl.cdiv(target.vocabulary, PART)
     part_sums = tl.load(sums + batch * parts + number, mask=number < parts, other=0.0)
@@ -505,6 +504,6 @@ def verify_logits(
             _acceptances_kernel[(rows, nodes)](target, drafts, *sizes, **tile)
         outputs, strides = (path, length, node, finite, sums), uniforms.stride()[:2]
         _walk_kernel[(rows, parts)](target, drafts, uniforms, outputs, *sizes, *strides, max_depth, PART=part, **tile)
-        drawn = (node, sums, bonus_uniform, bonus, *sizes, bonus_uniform.stride(0))
+        drawn = ((node, sums, bonus_uniform, bonus), *sizes, bonus_uniform.stride(0))
         _draw_kernel[(rows,)](target, drafts, *drawn, PART=part, BLOCK_P=next_power(parts), **tile)
     return path, length, node, bonus, finite.view(torch.bool)

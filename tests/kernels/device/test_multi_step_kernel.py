@@ -14,8 +14,8 @@ from launches import Launches
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
 from draftsmith.inference.verify.verify import Verifier
-from draftsmith.kernels.sampling import distribution_reference
-from draftsmith.kernels.verify import (
+from draftsmith.kernels.distribution import distribution_reference
+from draftsmith.kernels.multi_step import (
     IID,
     ONE_HOT,
     WITHOUT_REPLACEMENT,
@@ -375,7 +375,7 @@ def test_multi_step_sampling_takes_five_launches(device, monkeypatch):
     verdict, operations = counted(fast.verify, tree, tree.mask, logits, 2)
     assert operations == {"add_"}
     with monkeypatch.context() as patch:
-        for module in ("verify", "sampling"):
+        for module in ("multi_step", "distribution"):
             patch.setattr(f"draftsmith.kernels.{module}.why_not_triton", lambda tensor: "left out")
         assert torch.equal(first, plain.first_tokens(logits[:, 0], slice(0, rows), lengths))
         expected = plain.verify(tree, tree.mask, logits, 2)
