@@ -86,7 +86,6 @@ if __name__ == "__main__":
 
 import torch
 from filelock import Timeout
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -107,8 +106,9 @@ from draftsmith.inference.evaluation.race import TIMED_PROMPTS, Costs, race
 from draftsmith.inference.verify.tree import MAX_NODES, Topology, chain
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, renew_fingerprint
+from draftsmith.models.files.weights import read_tensors
 from draftsmith.models.precision import say
-from draftsmith.models.target import Target, check_safetensors, load_target
+from draftsmith.models.target import Target, load_target
 
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
@@ -543,9 +543,9 @@ def read_held_out(folder: Path) -> dict[str, Tensor]:
     stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
     if not stored.exists():
         raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
-    if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+    data = read_tensors(stored.parent, [stored])
+    if not {"tokens", "supervised"} <= data.keys():
         raise ValueError(f"{stored}: not the held-out rows of a run; {instead}")
-    data = load_file(stored)
     if not data["supervised"].any():
         raise ValueError(f"{folder}: no held-out row has an answer; {instead}")
     return data

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.common.files import json_object
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import save_tensors
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 

@@ -60,9 +60,11 @@ from draftsmith.data.seeds import (
 from draftsmith.data.shards import Shards, open_shards
 from draftsmith.data.tokenized import template_for
 from draftsmith.models.artifact import provenance, write_json
+from draftsmith.models.files.copies import with_safetensors
+from draftsmith.models.files.identity import older_fingerprint, unhashed
+from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
-from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed, with_safetensors
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
@@ -131,11 +133,11 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
     return valid(DistillRecipe, content)
 
 
-def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRecipe:
+def with_dtype(recipe: DistillRecipe, model: ModelFolder | None, folder: Path, restart: bool) -> DistillRecipe:
     """The recipe with ``target.dtype: auto`` resolved, for a run that goes on as it was; printed in a line, with a
-    second one if it is slow here."""
+    second one if it is slow here. ``model``: the target; None if it is not ours to run."""
     t, manifest = recipe.target, folder / "manifest.json"
-    if t is None or recipe.backend == "endpoint":
+    if t is None or model is None:
         return recipe
     began = None
     with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards refuses a damaged one
@@ -144,7 +146,7 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
     began = began if began in DTYPES else None
     weights = 0
     if t.dtype == "auto" and not began and device == "cpu":  # as decoding chooses
-        files = with_safetensors(resolve_folder(t.name, t.revision)).glob("*.safetensors")
+        files = with_safetensors(model.path).glob("*.safetensors")
         weights = sum(file.stat().st_size for file in files)
     chosen = dtype_of(t, torch.device(device), began, weights)
     for line in describe(device, chosen):
@@ -174,16 +176,13 @@ def main() -> None:
         seeds, skipped = seeds_of(recipe)
         if args.tiny and recipe.target:
             write_target(recipe.target)
-        recipe = with_dtype(recipe, folder, args.restart or args.tiny)
-        if recipe.target and recipe.backend == "engine":
-            size = unhashed(resolve_folder(recipe.target.name, recipe.target.revision))
-            if size:
-                console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
-        decides = recipe.decides()
-        older: dict[str, Any] = {}
-        if recipe.target and "target.fingerprint" in decides:
-            older_one = older_fingerprint(resolve_folder(recipe.target.name, recipe.target.revision))
-            older = {"target.fingerprint": older_one}
+        t = recipe.target if recipe.backend == "engine" else None
+        model = locate(t.name, t.revision) if t else None
+        recipe = with_dtype(recipe, model, folder, args.restart or args.tiny)
+        if model and (size := unhashed(model.path)):
+            console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
+        decides = recipe.decides(model)
+        older = {"target.fingerprint": older_fingerprint(model.path)} if model else {}
         shards = open_shards(folder, decides, args.restart or args.tiny, older)
         began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}

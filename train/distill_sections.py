@@ -21,7 +21,8 @@ from draftsmith.common.sections import (
 from draftsmith.data.seeds import Conversation
 from draftsmith.data.tokenized import read_template
 from draftsmith.inference.verify.sampling import Sampling
-from draftsmith.models.stored import fingerprint, resolve_folder
+from draftsmith.models.files.identity import fingerprint
+from draftsmith.models.files.locate import ModelFolder
 
 
 class Seeds(Section):
@@ -132,9 +133,9 @@ class Distillation(Section):
             return Sampling(d.user_temperature, seed=seed)
         return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
 
-    def decides(self) -> dict[str, Any]:
+    def decides(self, model: ModelFolder | None = None) -> dict[str, Any]:
         """All settings that the answers depend on, by field. Those of speed and the server's address may change between
-        two commands that fill the same folder."""
+        two commands that fill the same folder. ``model``: the target, where our own engine runs it."""
         own = self.self_talk or self.data.written
         fields = {
             f"decoding.{name}": value
@@ -148,8 +149,8 @@ class Distillation(Section):
         if self.backend == "endpoint":
             assert self.endpoint is not None
             return {**fields, "endpoint.model": self.endpoint.model}
-        assert self.target is not None
+        assert self.target is not None and model is not None
         fields |= {f"target.{name}": value for name, value in self.target.model_dump(mode="json").items()}
-        fields["target.fingerprint"] = fingerprint(resolve_folder(self.target.name, self.target.revision))
+        fields["target.fingerprint"] = fingerprint(model.path)
         fields |= {"data.template": read_template(self.data.template), "engine.max_length": self.engine.max_length}
         return fields

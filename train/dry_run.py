@@ -27,9 +27,9 @@ from draftsmith.data.rows import Skipped, rows, usable
 from draftsmith.data.tokenized import check, encoded, template_for
 from draftsmith.inference.drafters.load import load_drafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.models.files.locate import locate
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
-from draftsmith.models.stored import resolve_folder, target_config
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
 from draftsmith.train.loop import with_precision
@@ -74,9 +74,9 @@ def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetSh
     remote = target.trust_remote_code
     try:
         try:
-            folder = resolve_folder(target.name, target.revision, weights=False)
-            target_config(folder)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+            model = locate(target.name, target.revision, weights=False)
+            model.target_config()  # raises if it is a drafter's
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=remote)
         except FileNotFoundError as error:
             if target.model_type is None:
                 raise
@@ -267,7 +267,7 @@ def _target_is_here(recipe: TrainingRecipe) -> bool:
     """Whether the sizes of the recipe's target are its own."""
     target = getattr(recipe, "target", None)
     try:
-        return target is None or resolve_folder(target.name, target.revision, weights=False) is not None
+        return target is None or locate(target.name, target.revision, weights=False) is not None
     except FileNotFoundError:
         return False
 

@@ -32,14 +32,13 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.files import json_object
 from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.ranks import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, loop, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.eagle_section import EagleSection
@@ -110,7 +109,7 @@ class EagleTraining(nn.Module):
             logits = target.logits(hidden[part].to(dtype))
             found[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
             if ids is not None:
-                inside[part] = places(logits.argmax(-1), ids, outside=-1) >= 0
+                inside[part] = to_draft_ids(logits.argmax(-1), ids, outside=-1) >= 0
         return found, inside
 
     def soft_cross_entropy(self, head: Any, out: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,9 +189,8 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     d, shape = recipe.drafter, target_shape(recipe.target)
     length, layers = recipe.data.max_length, d.captured_layers or ()
     own_shape = (d.version, d.projection, d.draft_vocab_size, layers, d.intermediate_size)
-    made = shape_of_init(
-        recipe, EagleConfig.for_target(shape.config, shape.vocab_size, length, *own_shape, **d.options)
-    )
+    made = EagleConfig.for_target(shape.config, shape.vocab_size, length, *own_shape, **d.options)
+    made = shape_of_init(recipe, made, beginning(recipe))
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
@@ -201,12 +199,13 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 
-def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
-    """The config of a drafter that begins with ``init_from``: what the recipe does not say is that drafter's, which are
-    the layers that it reads and, of an imported one, sizes, rotary positions, biases and embeddings."""
-    if recipe.init_from is None:
+def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | None) -> EagleConfig:
+    """The config of a drafter that begins with ``start``, the one of ``init_from``: what the recipe does not say is as
+    in ``start``, which are the layers that it reads and, of an imported one, sizes, rotary positions, biases and
+    embeddings."""
+    if start is None:
         return made
-    stored = json_object(resolve_folder(beginning(recipe)) / "config.json")
+    stored = start.config
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
     own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
@@ -221,7 +220,7 @@ def train(run: Run[EagleRecipe]) -> None:
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     shape = (d.version, d.projection, size, d.captured_layers or (), d.intermediate_size)
     eagle = Eagle.for_target(target, *shape, **d.options)
-    if (config := shape_of_init(recipe, eagle.config)) != eagle.config:
+    if (config := shape_of_init(recipe, eagle.config, run.start or beginning(recipe))) != eagle.config:
         eagle = Eagle(config)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)

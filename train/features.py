@@ -21,7 +21,7 @@ from draftsmith.common.command import counted
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
-from draftsmith.models.stored import was_asked
+from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import loop, sharded
 

@@ -15,7 +15,7 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, Factor, Name, Optim, Positive
 from draftsmith.models.adapter import FOLDER, add_lora, merge_adapter, switched_off, write_adapter
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.models.stored import fingerprint
+from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import loop
 from draftsmith.train.losses import in_chunks, shifted_labels

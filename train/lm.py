@@ -29,8 +29,8 @@ from draftsmith.data import packing, sources
 from draftsmith.data.bpe import END_OF_TEXT, END_OF_TURN, encode, other_tokenizer, train_tokenizer
 from draftsmith.data.rows import rows as rows_of
 from draftsmith.models.artifact import write_model
+from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.stored import resolve_folder
 from draftsmith.train import loop
 from draftsmith.train.dry_run import Plan
 from draftsmith.train.lm_model import Lookahead, Model, Packed, check_beginning, config_of, load_weights, parameters_of
@@ -149,13 +149,14 @@ class LanguageModel(nn.Module):
         return loss, metrics
 
 
-def make_tokenizer(run: Run[LmRecipe]) -> PreTrainedTokenizerFast:
-    """The resumed run's tokenizer, ``init_from``'s, the recipe's, or one trained on the text; stored in the folder."""
+def make_tokenizer(run: Run[LmRecipe], start: ModelFolder | None) -> PreTrainedTokenizerFast:
+    """The resumed run's tokenizer, that of ``init_from`` (``start``), the recipe's, or one trained on the text; stored
+    in the folder."""
     recipe, folder = run.recipe, run.folder
     if run.resume and (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     if recipe.init_from:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained((start or locate(recipe.init_from)).path)
     elif recipe.tokenizer:
         tokenizer = other_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     else:
@@ -186,9 +187,10 @@ def train(run: Run[LmRecipe]) -> None:
     recipe, folder, m = run.recipe, run.folder, run.recipe.model
     run.save_recipe()
     run.check_room(parameters_of(m))
-    if recipe.init_from and not run.resume:
-        check_beginning(recipe.init_from, m)
-    tokenizer, most = make_tokenizer(run), recipe.data.max_skipped
+    start = locate(recipe.init_from) if recipe.init_from and not run.resume else None
+    if start:
+        check_beginning(start, m)
+    tokenizer, most = make_tokenizer(run, start), recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
     held_out = [encode(source, tokenizer, most) for source in recipe.data.validation]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
@@ -197,8 +199,8 @@ def train(run: Run[LmRecipe]) -> None:
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     model = LlamaForCausalLM(config_of(m, end))
-    if recipe.init_from and not run.resume:
-        load_weights(model, resolve_folder(recipe.init_from))
+    if start:
+        load_weights(model, start)
     if recipe.precision.gradient_checkpointing:
         loop.checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)

@@ -1,7 +1,6 @@
 """The model that train/lm.py trains: its section in a recipe, its architecture and rows, a stored one to begin with."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -9,11 +8,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.common.files import json_object
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import Factor, Layers, Share, Tokens
 from draftsmith.data.bpe import ROLES, check_ends
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train.loop import Batch
@@ -76,17 +74,17 @@ class Packed:
         return {"tokens": self.rows[list(numbers)]}
 
 
-def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
+def load_weights(model: LlamaForCausalLM, start: ModelFolder) -> None:
     """Copy a stored model's weights.
 
     Raises:
         ValueError: it has another shape.
     """
-    stored = load_target(str(folder), device="cpu").model.state_dict()
+    stored = load_target(start, device="cpu").model.state_dict()
     own = model.state_dict()
     different = [name for name in own if name not in stored or own[name].shape != stored[name].shape]
     if different or stored.keys() != own.keys():
-        raise ValueError(f"init_from={folder}: its shape is not the recipe's model ({', '.join(different[:3])} …)")
+        raise ValueError(f"init_from={start.path}: its shape is not the recipe's model ({', '.join(different[:3])} …)")
     model.load_state_dict(stored)
 
 
@@ -114,18 +112,18 @@ def parameters_of(m: Model) -> int:
         return sum(p.numel() for p in LlamaForCausalLM(config_of(m, 0)).parameters())
 
 
-def check_beginning(init_from: str, m: Model) -> None:
+def check_beginning(start: ModelFolder, m: Model) -> None:
     """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later.
 
     Raises:
         FileNotFoundError, ValueError: there is none, it has another shape, or its tokenizer lacks our end tokens.
     """
-    where, folder = f"init_from={init_from}", resolve_folder(init_from)
+    where, folder = f"init_from={start.name}", start.path
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")
-    stored, own = json_object(folder / "config.json"), config_of(m, 0).to_dict()
+    stored, own = start.config, config_of(m, 0).to_dict()
     counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     for name in ("vocab_size", "hidden_size", *counts, "intermediate_size"):
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
-    check_ends(where, load_tokenizer(folder).get_vocab())
+    check_ends(where, load_tokenizer(start).get_vocab())

@@ -28,7 +28,9 @@ from draftsmith.common.files import append, parse_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
 from draftsmith.models import precision
-from draftsmith.models.stored import difference, resolve_folder, same_target, stored_dtype
+from draftsmith.models.files.identity import difference, same_target
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import stored_dtype
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.page import TrainingPage
@@ -102,7 +104,7 @@ def dtype_of(
     """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
 
     def stored() -> str:
-        return stored_dtype(resolve_folder(target.name, target.revision, weights=False))
+        return stored_dtype(locate(target.name, target.revision, weights=False).path)
 
     quantized = target.quantize != "none"
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)

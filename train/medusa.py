@@ -38,7 +38,7 @@ from draftsmith.inference.drafters.ranks import SIMULATED_NODES, best_tree, head
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
@@ -104,7 +104,7 @@ class Medusa1(nn.Module):
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         heads, ids = self.heads.config.num_draft_heads, self.heads.draft_vocab
         labels = torch.stack([shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)])
-        return labels if ids is None else places(labels, ids, outside=-100)
+        return labels if ids is None else to_draft_ids(labels, ids, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head."""

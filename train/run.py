@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from draftsmith.common.files import json_object, write_json
+from draftsmith.common.files import write_json
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
@@ -29,8 +29,8 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish
-from draftsmith.models.from_published import as_ours
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
@@ -47,26 +47,29 @@ DECODED_TOKENS = 64  # of each prompt of evaluate.decode
 S = TypeVar("S", bound=Stage)
 
 
-def beginning(recipe: DrafterRecipe) -> str:
-    """The drafter of ``init_from``; of a published one, its converted copy.
+def beginning(recipe: DrafterRecipe) -> ModelFolder | None:
+    """The drafter of ``init_from``, if there is one; of a published one, its converted copy.
 
     Raises:
         FileNotFoundError, ValueError: it is missing or damaged, or was trained for another target.
     """
-    t = recipe.target
-    return as_ours(str(recipe.init_from), t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+    t, start = recipe.target, recipe.init_from
+    if start is None:
+        return None
+    return convert_if_published(start, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
 
 
-def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
-    """Check ``init_from``, for a drafter of this kind, by its config alone, before the target is loaded.
+def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
+    """:func:`beginning`, checked for a drafter of this kind by its config alone, before the target is loaded.
 
     Raises:
         FileNotFoundError, ValueError: it is missing, or another drafter than the recipe's.
     """
-    where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
-    if not (folder / "config.json").is_file():
+    where, drafter = f"init_from={recipe.init_from}", beginning(recipe)
+    assert drafter is not None
+    if not (drafter.path / "config.json").is_file():
         raise FileNotFoundError(f"{where}: no drafter there (config.json)")
-    config = json_object(folder / "config.json")
+    config = drafter.config
     if config.get("drafter_type") != kind:
         raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {kind!r}")
     shape = recipe.drafter.model_dump(mode="json")
@@ -78,6 +81,7 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
     for name, value in shape.items():
         if config.get(name, value) != value:  # what a config leaves out only concerns training
             raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
+    return drafter
 
 
 @dataclass
@@ -86,6 +90,7 @@ class Run(RunState[R]):
 
     tokenizer: Any = None
     held_out: Batch = field(default_factory=dict)
+    start: ModelFolder | None = None  # the drafter of ``init_from``, once it is checked; none where a run resumes
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
     labels_seen: int | None = 0
@@ -106,7 +111,7 @@ class Run(RunState[R]):
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.init_from and not self.resume:
-            check_init_from(recipe, self.kind)
+            self.start = check_init_from(recipe, self.kind)
         t = recipe.target
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
@@ -134,8 +139,8 @@ class Run(RunState[R]):
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         drafter.to(self.accelerator.device)
-        if recipe.init_from and not self.resume:
-            folder, config, weights = read_drafter(beginning(recipe))
+        if self.start:
+            folder, config, weights = read_drafter(self.start)
             check_target(folder, config, target)
             own = drafter.state_dict()
             if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it

@@ -20,7 +20,7 @@ from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.answers import answer
-from draftsmith.models.stored import was_asked
+from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.loop import Batch, console

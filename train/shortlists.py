@@ -28,9 +28,9 @@ from draftsmith.inference.drafters.rollouts import BEST, Drafts, Recorded, recor
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.files.identity import was_asked
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
-from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
@@ -55,7 +55,7 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         folder, weights = part, random.state_dict()
     else:
         t = run.recipe.target
-        base = as_ours(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+        base = convert_if_published(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
         folder, config, weights = read_drafter(base)
         check_target(folder, config, target)
     if d.all_tokens:

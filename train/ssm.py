@@ -46,7 +46,7 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import in_dtype, write_model
 from draftsmith.models.ssm import part_name
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.boosting import Boost, rows_of_round
 from draftsmith.train.loop import Batch, checkpoint_activations, console
@@ -104,7 +104,7 @@ class Ssm(nn.Module):
     def labels(self, batch: Batch) -> Tensor:
         """``[B, T]``, the place of the next token in the draft vocabulary; a token outside is no label."""
         labels = shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
-        return labels if self.draft_vocab is None else places(labels, self.draft_vocab, outside=-100)
+        return labels if self.draft_vocab is None else to_draft_ids(labels, self.draft_vocab, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         return (labels_of(self, batch) != -100).sum().view(1)

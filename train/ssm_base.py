@@ -3,13 +3,12 @@
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Name, TargetSection
 from draftsmith.inference.drafters.draft_model import check_vocabulary
 from draftsmith.models.ssm import model_of_layers, size_of_layers
-from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
@@ -63,8 +62,7 @@ def plans(recipe: DrafterRecipe) -> list[Plan]:
     outputs = shape.hidden_size * (d.draft_vocab_size or shape.vocab_size)
     passes = 1 if d.loss == "kl" else 0  # through the target
     if d.layers:
-        folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
-        trained, copied = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
+        trained, copied = size_of_layers(shape.config, d.layers)
         costs = {"projected": outputs, "passes": passes, "copied": copied}
         return [Plan.of(recipe, s, shape, trained, **costs) for s in recipe.stages]
     try:

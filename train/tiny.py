@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.recipe import S, Section
 from draftsmith.common.sections import R, Source, TargetSection
 from draftsmith.models.artifact import provenance, write_model
+from draftsmith.models.files.locate import ModelFolder, local_folder
 from draftsmith.models.precision import say
-from draftsmith.models.stored import local_folder, resolve_folder, target_config
+from draftsmith.models.tokenizer import load_tokenizer
 
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
@@ -89,7 +90,8 @@ def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _model_type(target: dict[str, Any]) -> str:
     folder = local_folder(target["name"])  # nothing is downloaded for this
-    config = target_config(folder) if folder and (folder / "config.json").exists() else {}
+    there = folder and (folder / "config.json").exists()
+    config = ModelFolder(target["name"], folder).target_config() if folder and there else {}
     family = config.get("model_type", target["model_type"])
     if not isinstance(family, str):
         raise ValueError(
@@ -107,7 +109,7 @@ def write_target(target: TargetSection) -> None:
         ValueError: the family has no small form.
     """
     folder, model_type = Path(target.name), str(target.model_type)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_folder(_BUNDLED))
+    tokenizer = load_tokenizer(_BUNDLED)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     try:
         config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **ids, **_SHAPE)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.common.command import nearest
-from draftsmith.models.stored import check_drafter_name, known_folder
+from draftsmith.models.files.drafters import check_drafter_name
+from draftsmith.models.files.locate import known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 SELECTORS = ("streamingllm", "snapkv", "topk")  # of the target's own compressed cache, :K entries

@@ -89,7 +89,6 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--first": NUMBERS, "--chains": NUMBERS, "--batch-size": NUMBERS, "--max-new-tokens": NUMBERS}),
     "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
     "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
-    "benchmarks.kmeans": ([], {"--clusters": NUMBERS, "--hidden": NUMBERS, "--iterations": NUMBERS}),
     "benchmarks.medusa_step": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
                                   "--repeat": NUMBERS, "--length": (*NUMBERS, "64"), "--layers": NUMBERS,
                                   "--threads": NUMBERS, "--supervised": ("0", "2", "nan")}),
