@@ -90,20 +90,6 @@ def test_the_first_interrupt_asks_and_the_second_stops(capfd):
     assert capfd.readouterr().err.count("interrupted") == 1
 
 
-def test_a_file_where_a_folder_should_be(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit):
-        run_command(lambda: (tmp_path / "file").mkdir(exist_ok=True))
-    assert capsys.readouterr().err.endswith("file: cannot write or read here (File exists); choose another folder\n")
-
-
-def test_a_real_command(tmp_path):
-    command = [sys.executable, "-m", "draftsmith.data.prompts", "package:nothing", "--tokenizer", "/nowhere"]
-    done = subprocess.run([*command, "--out", "x.jsonl"], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n"
-
-
 def as_another_exception(interrupt):
     try:
         interrupt()

@@ -78,16 +78,6 @@ def test_a_server_that_is_slow_to_answer_is_reachable(listening):
     check_server(f"http://127.0.0.1:{listening}/v1")
 
 
-def test_nobody_listens():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    said = refused(f"http://127.0.0.1:{port}/v1")
-    assert said == (
-        f"endpoint http://127.0.0.1:{port}/v1: no server answers at 127.0.0.1:{port} (Connection refused); start it, "
-        "or correct endpoint.url"
-    )
-
-
 def test_a_server_that_drops_connections():
     """A full queue of connections swallows whatever comes."""
     with socket.socket() as server:

@@ -51,6 +51,8 @@ def test_a_recipe_without_a_target(recipe, run_main, tiny_lm):
     said = f"error: {recipe} has no target whose tokenizer could be used; pass --tokenizer FOLDER\n"
     assert (code, err) == (2, said)
     assert run_main(preview.main, recipe, "--tokenizer", tiny_lm)[0] == 0
+    code, _, err = run_main(preview.main, SAMPLES.parents[1] / "recipes/tiny-distill.yaml")
+    assert code == 2 and "has no data to train on; python train/distill.py " in err
 
 
 def test_the_targets_revision_and_code(recipe, run_main, monkeypatch):
@@ -61,17 +63,6 @@ def test_the_targets_revision_and_code(recipe, run_main, monkeypatch):
     for tokenizer in ([], ["--tokenizer", name]):
         assert run_main(preview.main, recipe, *more, "--count", 1, *tokenizer)[0] == 0
     assert asked == [(name, "v1", True), (name,)]
-
-
-def test_bad_recipes(recipe, run_main):
-    code, _, err = run_main(preview.main, recipe, "target.name=/nowhere")
-    assert (code, err) == (2, "error: '/nowhere': there is no such folder, and a Hub id would be USER/NAME\n")
-    code, _, err = run_main(preview.main, recipe, "data.max_lenght=3")
-    assert code == 2 and "nearest valid key: data.max_length" in err
-    code, _, err = run_main(preview.main, SAMPLES.parents[1] / "recipes/tiny-distill.yaml")
-    assert code == 2 and "has no data to train on; python train/distill.py " in err
-    code, _, err = run_main(preview.main)
-    assert (code, err) == (2, "error: the following arguments are required: recipe (--help lists all options)\n")
 
 
 def test_rows_that_were_skipped(recipe, run_main, tmp_path):

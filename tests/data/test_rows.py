@@ -111,6 +111,12 @@ def test_invalid_files(tmp_path, suffix, make, message):
         assert "\n" not in str(error.value)
 
 
+def test_a_damaged_parquet_file(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet': cannot be read"):
+        read(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("name", ["x" * 300 + ".jsonl", "x" * 100_000 + ".json", "\0.jsonl"])
 def test_missing_sources(name):
     with pytest.raises(FileNotFoundError, match="there is no such file"):

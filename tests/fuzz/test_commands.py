@@ -50,7 +50,7 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--tree": ("nowhere.json",), "--report": ("", ".", "README.md", "README.md/x"), "--prompts": ("nowhere.jsonl",),
         "--temperature": ("-1", "nan", "hot"), "--top-p": ("0", "2", "nan"), "--min-p": ("-1", "2", "nan"),
         "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--delta": ("0.1",),
-        "--target": ("",),
+        "--target": ("",), "--mode": ("sampel",),
         "--baseline": ("vllm",), "--decoder": ("fat",), "--show": ("-1", "x"), "--max-tokens": ("5",),
         "--answers": ("a.jsonl",),  # of one --prompt
         "--num-speculative-tokens": ("5",), "--drafter": ("x",),
@@ -84,6 +84,7 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--count": NUMBERS, "--prompt-tokens": NUMBERS, "--tokenizer": ("nowhere",), "--out": (".", "README.md"),
         "--split": ("half",),
     }),
+    "data.preview": ([f"{ROOT}/recipes/tiny-medusa.yaml"], {"--count": NUMBERS}),
     "benchmarks.tau_by_tokens": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--first": NUMBERS, "--chains": NUMBERS, "--batch-size": NUMBERS, "--max-new-tokens": NUMBERS}),
     "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),

@@ -1,14 +1,13 @@
-"""Odd input of every kind, made at random from good input: recipes, command lines, prompts, rows, drafters, targets,
-trees. The answer is one line and exit code 2, or the right result; never a traceback, never a wrong result.
+"""Odd input of every kind, made at random from good input: recipes, prompts, rows, drafters, targets, trees. The answer
+is one line and exit code 2, or the right result; never a traceback, never a wrong result. Command lines and overrides:
+test_commands.py.
 
 The examples are the same in every run; ``--hypothesis-seed=N`` gives others, and ``FUZZ=20`` twenty times as many.
 """
 
-import argparse
 import copy
 import json
 import os
-import random
 import re
 import shutil
 import sys
@@ -23,28 +22,22 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draftsmith.benchmarks import step_times as bench
-from draftsmith.benchmarks import typical
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import Data, Source
-from draftsmith.data import preview
-from draftsmith.data import prompts as cutting
 from draftsmith.data.tokenized import tokenized
-from draftsmith.inference import calibrate, decode
+from draftsmith.inference import decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.measure import tree_search
 from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, dynaspec, eagle, lm, medusa, ssm
 
-pytestmark = pytest.mark.whole_runs  # random recipes, artifacts and command lines
+pytestmark = pytest.mark.whole_runs  # random recipes and artifacts
 
 ROOT = Path(__file__).parents[2]
 SEEDED = any(argument.startswith("--hypothesis-seed") for argument in sys.argv)
@@ -200,17 +193,16 @@ def class_of(path: Path) -> Any:
     return getattr(TRAINING[script], f"{script.capitalize()}Recipe")
 
 
-def read_odd(path: Path, recipe: Any, overrides: tuple[str, ...] = ()) -> Any:
+def read_odd(path: Path, recipe: Any) -> None:
     try:
-        read = read_recipe(path, recipe, overrides)
+        read = read_recipe(path, recipe)
     except (ValueError, FileNotFoundError) as error:
         assert type(error) in (ValueError, FileNotFoundError)
         assert said(error).startswith((str(path), "'"))
-        return None
+        return
     assert isinstance(read, recipe)
     write_recipe(read, path.with_name("again.yaml"), "the command")
     assert read_recipe(path.with_name("again.yaml"), recipe) == read
-    return read
 
 
 @examples(150)
@@ -231,169 +223,6 @@ def test_recipes_as_text(folder, data):
     path = folder / "odd.yaml"
     path.write_bytes(content)
     read_odd(path, class_of(shipped))
-
-
-KEYS = ["run.name", "run.name.x", "steps.0", "target.name", "optim.lr", "optim.betas", "data.train.0.weight",
-        "data.train", "steps", "stages", "stages.0.batch.sequences", "stages.0.optim.lr",
-        "drafter.num_draft_heads", "drafter.base", "drafter.layers", "drafter.expansion", "drafter.shortlist",
-        "drafter.corpus", "drafter.num_clusters", "drafter.k_max", "drafter.keep", "boost.tokens",
-        "boost.marked_share", "stages.0.steps", "evaluate.decode",
-        "export.push_to_hub", "data.train.-1.x", "data..x", "x", "", "data.train.99999999999", "optim", "run", "joint",
-        "a.b.c.d"]  # fmt: skip
-
-
-@st.composite
-def override(draw: Any) -> str:
-    key = draw(st.sampled_from(KEYS) | WORDS)
-    value = draw(JUNK.map(lambda value: json.dumps(value)) | WORDS | SCALARS.map(str))
-    return f"{key}{draw(st.sampled_from(['=', '=', '=', '', '==']))}{value}"
-
-
-@examples(150)
-@given(data=st.data())
-def test_overrides(folder, data):
-    shipped = data.draw(st.sampled_from(RECIPES))
-    path = folder / "odd.yaml"
-    path.write_bytes(shipped.read_bytes())
-    read_odd(path, class_of(shipped), tuple(data.draw(st.lists(override(), min_size=1, max_size=3))))
-
-
-# ---- command lines
-
-ODD_ARGUMENTS = ["", "-1", "0", "1", "2", "3", "x", "nan", "inf", "1e-300", "1e400", "0.5", str(10**21), "-", "--", "=",
-                 "None", "\ud800", "a" * 300, "/nowhere/at/all", "/", "/dev/null", "..", "cpu", "auto", "all", "none",
-                 "\0x", "--no-such-option", "[]", "1,2", "٣", " 1"]  # fmt: skip
-
-
-@st.composite
-def command_line(draw: Any, parser: argparse.ArgumentParser, good: list[str], never: tuple[str, ...] = ()) -> list[str]:
-    """Good arguments, some of them changed or left out, with random options of the command."""
-    options = [
-        name
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--") and name not in (*never, "--help", "--trust-remote-code")
-    ]
-    words = list(good)
-    for _ in range(draw(st.integers(0, 2))):
-        at = draw(st.integers(0, len(words) - 1))
-        match draw(st.sampled_from(["replace", "leave out", "double"])):
-            case "replace":
-                words[at] = draw(st.sampled_from(ODD_ARGUMENTS))
-            case "leave out" if len(words) > 1:
-                del words[at]
-            case "double":
-                words.insert(at, words[at])
-    for _ in range(draw(st.integers(0, 2))):
-        words += [draw(st.sampled_from(options))]
-        words += draw(st.lists(st.sampled_from(ODD_ARGUMENTS), min_size=0, max_size=2))
-    return words
-
-
-def parser_of(main: Callable[[], None]) -> argparse.ArgumentParser:
-    """The parser that a command makes inside its main."""
-    made: list[argparse.ArgumentParser] = []
-
-    class Stop(Exception):
-        pass
-
-    def parse(self: argparse.ArgumentParser, *_: Any) -> None:
-        made.append(self)
-        raise Stop
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        for name in ("parse_args", "parse_intermixed_args"):
-            patch.setattr(argparse.ArgumentParser, name, parse)
-        main()
-    return made[0]
-
-
-@pytest.fixture(scope="module")
-def jsonl(folder):
-    path = folder / "prompts.jsonl"
-    path.write_text('{"prompt": "import os"}\n{"prompt": "def f(x):"}\n')
-    return path
-
-
-@pytest.fixture(scope="module")
-def commands(folder, drafter, tiny_lm, jsonl, tiny_recipes):
-    """name → its main, arguments that work, options left alone: they only make it slow."""
-    few = ["--max-new-tokens", "4"]
-    one = [*few, "--threads", "1"]
-    cut = f"package:yaml --tokenizer {tiny_lm} --out {folder / 'cut.jsonl'}"
-    return {
-        "decode": (decode.main, [str(drafter), "--prompts", str(jsonl), *one], ()),
-        "decode one": (decode.main, [str(drafter), "--prompt", "x", *one], ()),
-        "calibrate": (calibrate.main, [str(folder / "copy"), "--prompts", str(jsonl), *few], ()),
-        "typical": (typical.main, [str(drafter), "--prompts", str(jsonl), "--epsilons", "0.1", *few], ()),
-        "bench": (bench.main, f"--target {tiny_lm} --contexts 8 --nodes 1 4 --repeat 1".split(), ("--shape",)),
-        "prompts": (cutting.main, f"{cut} --count 2 --prompt-tokens 8 --split train".split(), ()),
-        "preview": (preview.main, [str(tiny_recipes["medusa"])], ()),
-        **{
-            name: (TRAINING[name].main, [str(path), "--dry-run", f"run.name=fuzz-{name}"], ("--tiny",))
-            for name, path in tiny_recipes.items()
-        },
-    }
-
-
-@pytest.fixture(scope="module")
-def tiny_recipes(folder, tiny_lm):
-    rows = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]}] * 4
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"source": str(folder / "rows.jsonl")}
-    run = {"name": "fuzz", "output_dir": str(folder / "runs")}
-    training = {
-        "run": run,
-        "target": {"name": str(tiny_lm)},
-        "data": {"train": [source], "validation": [source], "max_length": 64},
-        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 2}, "steps": 2}],
-        "precision": {"autocast": "none", "threads": 1},
-    }
-    contents: dict[str, Any] = {
-        "medusa": training | {"drafter": {"num_draft_heads": 2}},
-        "ssm": training | {"drafter": {"layers": [0]}, "boost": {"min_prompts": 1}},
-        "eagle": training | {"drafter": {"version": 3, "unroll": 2}},
-        "dynaspec": training | {"drafter": {"num_clusters": 4, "router_width": 8, "positions": 100}},
-        "distill": {
-            "run": run,
-            "target": {"name": str(tiny_lm)},
-            "data": {"seeds": [source]},
-            "engine": {"batch_size": 2, "max_length": 64, "threads": 1},
-            "decoding": {"max_new_tokens": 4},
-        },
-    }
-    paths = {name: folder / f"tiny-{name}.yaml" for name in contents}
-    for name, content in contents.items():
-        paths[name].write_text(yaml.safe_dump(content))
-    return paths
-
-
-FEWER = {"decode": 6, "typical": 4, "bench": 4, "calibrate": 6}  # they measure
-COMMANDS = ["decode", "decode one", "calibrate", "typical", "bench", "prompts", "preview"]
-COMMANDS += [name for name in TRAINING if name != "lm"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_lines(name, commands, run_main, folder, drafter, monkeypatch):
-    main, good, never = commands[name]
-    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
-    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 4)
-    parser = parser_of(main)
-    home = folder / "working"
-    home.mkdir(exist_ok=True)
-    monkeypatch.chdir(home)
-
-    @examples(FEWER.get(name, 12))
-    @given(words=command_line(parser, good, never))
-    def check(words: list[str]) -> None:
-        shutil.rmtree(folder / "copy", ignore_errors=True)
-        shutil.copytree(drafter, folder / "copy")
-        code, _, err = run_main(main, *words)
-        answered(code, err)
-
-    code, _, err = run_main(main, *good) if name != "calibrate" else (0, "", "")
-    assert code == 0, err
-    check()
 
 
 # ---- prompts
@@ -544,36 +373,6 @@ def test_drafter_weights(folder, drafter, run_main, plain, data):
 # ---- trees
 
 
-@st.composite
-def trees(draw: Any) -> list[list[int]]:
-    """A tree that is one, with up to 40 nodes, in any order of its paths."""
-    chance, paths = random.Random(draw(st.integers(0, 1 << 32))), [()]
-    for _ in range(draw(st.integers(0, 40))):
-        above = chance.choice([path for path in paths if len(path) < 3])
-        path = (*above, chance.randrange(12))
-        if path not in paths:
-            paths.append(path)
-    chance.shuffle(paths)
-    return [list(path) for path in paths if path]
-
-
-@examples(40)
-@given(paths=trees())
-def test_trees_decode_exactly(folder, drafter, target, plain_tokens, heads, paths):
-    rewrite(folder / "tree.json", {"paths": paths})
-    topology = read_tree(folder / "tree.json")
-    assert sorted(map(list, topology.paths)) == sorted(paths)
-    decoder = SpeculativeDecoder(target, MedusaDrafter(heads, topology, target))
-    prompts, expected = plain_tokens
-    assert [result.tokens for result in decoder.generate(prompts, 16)] == expected
-
-
-@pytest.fixture(scope="module")
-def plain_tokens(target):
-    prompts = [target.tokenizer(text)["input_ids"] for text in ("import os", "def f(x):", "a")]
-    return prompts, [result.tokens for result in SpeculativeDecoder(target).generate(prompts, 16)]
-
-
 @pytest.fixture(scope="module")
 def heads(drafter, target):
     _, config, weights = read_drafter(str(drafter))
@@ -663,47 +462,3 @@ def test_target_tokenizers(folder, tiny_lm, data):
     else:
         (odd / name).write_bytes(data.draw(DAMAGE).of((tiny_lm / name).read_bytes()))
     loads_or_says(odd)
-
-
-OF_LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj", "input_layernorm")
-NAMES = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-NAMES += [f"model.layers.1.{part}.weight" for part in OF_LAYER]
-KINDS = ["gone", "renamed", "turned", "cut", "flat", "nan", "integers", "half", "bytes"]
-
-
-@examples(30)
-@given(name=st.sampled_from(NAMES), kind=st.sampled_from(KINDS), damage=DAMAGE)
-@example("model.layers.1.self_attn.k_proj.weight", "nan", Damage(0, 0, b"", False))  # attention hides these
-@example("lm_head.weight", "bytes", Damage(1.0, 0, b"more", False))
-def test_target_weights(folder, tiny_lm, name, kind, damage):
-    odd = odd_target(folder, tiny_lm)
-    weights = load_file(odd / "model.safetensors")
-    weight = weights.pop(name)
-    match kind:
-        case "gone":
-            pass
-        case "renamed":
-            weights[name + "x"] = weight
-        case "turned":
-            weights[name] = weight.mT.contiguous() if weight.dim() == 2 else weight
-        case "cut":
-            weights[name] = weight[: len(weight) // 2].contiguous()
-        case "flat":
-            weights[name] = weight.flatten()
-        case "nan":
-            weights[name] = torch.full_like(weight, float("nan"))
-        case "integers":
-            weights[name] = weight.to(torch.int8)
-        case _:
-            weights[name] = weight.half().float() if kind == "half" else weight
-    save_file(weights, odd / "model.safetensors", {"format": "pt"})
-    if kind == "bytes":
-        whole = (odd / "model.safetensors").read_bytes()
-        (odd / "model.safetensors").write_bytes(damage.of(whole))
-    changed_shape = (weight.dim() == 2 and kind in ("cut", "flat")) or (kind == "turned" and len({*weight.shape}) == 2)
-    if kind in ("gone", "renamed", "nan") or changed_shape:
-        with pytest.raises((ValueError, FileNotFoundError)) as error:
-            load_target(str(odd), device="cpu")
-        said(error.value)
-    else:
-        loads_or_says(odd)

@@ -24,8 +24,6 @@ import pytest
 import yaml
 
 from draftsmith.benchmarks import step_times as bench
-from draftsmith.benchmarks import typical
-from draftsmith.data import preview
 from draftsmith.data import prompts as cutting
 from draftsmith.inference import calibrate, decode
 from draftsmith.train import distill, medusa
@@ -150,7 +148,6 @@ def rows(content: str | bytes, name: str = "odd.jsonl") -> Callable[[World], lis
 TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, str]] = [
     # run folders
     ("a name that leads out", medusa.main, training("run.name=.."), 2, "'run.name': the run's folder has to be inside"),
-    ("a name further out", medusa.main, training("run.name=../../x"), 2, "'run.name': the run's folder has to"),
     (
         "a model's folder", medusa.main,
         lambda w: [w.recipe(), f"run.output_dir={w.target.parent}", f"run.name={w.target.name}", "--restart"],
@@ -170,41 +167,23 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("bench: a device", bench.main, lambda w: ["--target", w.target, "--device", "gpu"], 2, "device 'gpu'"),
     # command lines
     ("top-k of 22 digits: all", decode.main, decoding("--mode", "sample", "--top-k", str(10**21)), 0, "ended by"),
-    ("a temperature below 0", decode.main, decoding("--mode", "sample", "--temperature", "-1"), 2, "temperature"),
-    ("a temperature of nan", decode.main, decoding("--mode", "sample", "--temperature", "nan"), 2, "temperature"),
-    ("an unknown mode", decode.main, decoding("--mode", "sampel"), 2, "invalid choice: 'sampel'"),
     ("sampling in greedy mode", decode.main, decoding("--top-p", "0.5", "--mode", "greedy"), 2,
      "--top-p needs --mode sample"),
-    ("a negative count of tokens", decode.main, decoding("--max-new-tokens", "-1"), 2, "--max-new-tokens -1: must be"),
     ("a batch of 10¹²", decode.main, decoding("--batch-size", str(10**12)), 2, "--batch-size 1000000000000: must be"),
     ("an empty prompt", decode.main, lambda w: [w.drafter, "--prompt", "", *DECODE], 2, "--prompt: the text is empty"),
     ("half a pair", decode.main, lambda w: [w.drafter, "--prompt", "\udc80", *DECODE], 2, "--prompt: not UTF-8 text"),
-    ("a negative count of prompts", cutting.main,
-     lambda w: ["stdlib", "--tokenizer", "x", "--out", "y.jsonl", "--count=-1"], 2, "'-1' is not a number from 1 on"),
     ("a package elsewhere", cutting.main,
      lambda w: ["package:../x", "--tokenizer", w.target, "--out", w.tmp / "y.jsonl"], 2, "package:../x"),
     # outputs
     ("prompts into a text", cutting.main,
      lambda w: ["stdlib", "--tokenizer", w.target, "--out", w.file("notes.md", "mine"), "--count", "1"], 2,
      "notes.md: name a .jsonl file"),
-    ("prompts into nothing", cutting.main,
-     lambda w: ["stdlib", "--tokenizer", w.target, "--out", "", "--count", "1"], 2,
-     "--out '.': is a folder; name the .jsonl file"),
-    ("a report in the current folder", decode.main, decoding("--report", ""), 2, "--report '.': is the current folder"),
-    ("a report in place of another", decode.main,
-     lambda w: [w.drafter, "--prompt", "a", *DECODE, "--report", w.file("report.json", "{}").parent], 2,
-     "there is a report.json that this command did not write"),
-    ("answers in place of prompts", decode.main,
-     lambda w: [w.drafter, "--prompts", (f := w.file("p.jsonl", '{"prompt": "a"}\n')), *DECODE, "--answers", f], 2,
-     "p.jsonl: there is such a file, which draftsmith did not write here"),
     # n-grams
     ("n-grams of any length", decode.main,
      lambda w: ["ngram:2-999999999", "--target", w.target, "--prompt", "a", *DECODE], 0, "ended by"),
     ("n-grams of more than the context", decode.main,
      lambda w: ["ngram:99999-999999999", "--target", w.target, "--prompt", "a", *DECODE], 2,
      "n-grams of at least 99999 tokens: the context of target"),
-    ("typical: no ε", typical.main, lambda w: [w.drafter, "--prompts", w.prompts(), "--epsilons", "nan"], 2, "epsilon"),
-    ("preview: a negative count", preview.main, lambda w: [w.recipe(), "--count=-3"], 2, "'-3' is not a number"),
     # recipes
     ("a list as key", medusa.main, written("? [a, b]\n: 1\n"), 2, "a key is a word"),
     ("a date", medusa.main, written("2024-01-01: 1\n"), 2, "unknown key '2024-01-01'"),
@@ -227,7 +206,6 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("JSON too deep", medusa.main, lambda w: [w.file("x.yaml", DEEP)], 2, "x.yaml"),
     ("another optimizer", medusa.main, training("stages.0.optim.name=sgd"), 2, "'stages.0.optim.name'"),
     ("a batch of 10⁹", medusa.main, training("stages.0.batch.sequences=1000000000"), 2, "'stages.0.batch.sequences'"),
-    ("10⁹ heads", medusa.main, training("drafter.num_draft_heads=1000000000"), 2, "'drafter.num_draft_heads'"),
     ("a negative limit", medusa.main, training("data.train.0.limit=-1"), 2, "'data.train.0.limit'"),
     ("a weight of 0", medusa.main, training("data.train.0.weight=0"), 2, "'data.train.0.weight'"),
     ("a weight of nan", medusa.main, training("data.train.0.weight=.nan"), 2, "'data.train.0.weight'"),
@@ -245,23 +223,10 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
         training("data.template=\"{{ raise_exception('no') }}{% for m in messages %}{{ m.content }}{% endfor %}\""), 2,
         "no",
     ),
-    ("a template that is not there", medusa.main, training("data.template=x.jinja"), 2, "neither a Jinja template nor"),
     # data
-    ("no file", medusa.main, training("data.train.0.source=no.jsonl"), 2, "data source 'no.jsonl': there is no"),
-    ("empty data", medusa.main, rows(""), 2, "odd.jsonl"),
     ("truncated data", medusa.main, rows('{"text": "a"}\n{"text": \n{"te'), 2, "2 of 3 rows skipped"),
-    ("null columns", medusa.main, rows('{"messages": null, "text": null}\n' * 3), 2, "3 of 3 rows skipped"),
-    ("deep data", medusa.main, rows(f'{{"text": {DEEP}}}\n' * 3), 2, "JSON nested too deeply"),
-    ("half a pair in data", medusa.main, rows('{"text": "\\ud800"}\n' * 3), 2, "half of a surrogate pair"),
-    ("data in UTF-16", medusa.main, rows("{}".encode("utf-16")), 2, "UTF-16"),
-    ("data in a loop", medusa.main, lambda w: [w.recipe(), f"data.train.0.source={loop(w, 'l.jsonl')}"], 2, "l.jsonl"),
     # seeds
-    ("deep seeds", distill.main, seeds(f'{{"turns": {DEEP}}}\n' * 3), 2, "nested too deeply"),
-    ("deep seeds in an array", distill.main, seeds(DEEP, "seeds.json"), 2, "nested too deeply"),
     ("seeds of nothing", distill.main, seeds(""), 2, "seeds.jsonl"),
-    ("seeds of null", distill.main, seeds('{"turns": null}\n' * 3), 2, "seeds.jsonl"),
-    ("half a pair in seeds", distill.main, seeds('{"turns": ["\\ud800"]}\n' * 3), 2, "half of a surrogate pair"),
-    ("seeds in latin-1", distill.main, seeds('{"turns": ["é"]}\n'.encode("latin-1") * 3), 2, "not UTF-8"),
     # prompts
     ("no prompts", decode.main, prompted(""), 2, "prompts.jsonl: holds no prompt"),
     ("a truncated line", decode.main, prompted('{"prompt": "a"}\n{"prom'), 2, "prompts.jsonl:2: not valid JSON"),
@@ -331,5 +296,5 @@ def test_one_line(world, run_main, main, arguments, code, message):
 
 
 def test_every_command_is_in_it():
-    commands = "medusa distill preview prompts decode calibrate typical step_times"
+    commands = "medusa distill prompts decode calibrate step_times"
     assert {main.__module__.rpartition(".")[2] for _, main, *_ in TABLE} == set(commands.split())

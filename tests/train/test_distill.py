@@ -130,9 +130,6 @@ def test_seeds_of_every_format():
         ({"turns": "a"}, "turns is a text; a list of texts is needed"),
         ({"turns": []}, "turns is an empty list"),
         ({"turns": ["a", None]}, "one of the turns is null"),
-        ({"prompt": 5}, "prompt is a number; a text or a list of messages is needed"),
-        ({"prompt": "\ud800"}, "half of a surrogate pair"),
-        ({"conversations": [{"from": "bard", "value": "x"}]}, "a turn is from an unknown speaker"),
     ]:
         with pytest.raises(UnusableRow, match=message):
             read_seed(wrong)
@@ -157,21 +154,6 @@ def test_ids_are_of_the_content_not_of_the_place(tmp_path):
     assert ids([a, odd, b]) == ([first, second], 1), "an unusable row changes nothing about the others"
     with pytest.raises(ValueError, match=r"seeds\.jsonl': 2 of 3 rows skipped: 2 × conversations is a text; .* 2"):
         ids([a, odd, odd])
-
-
-def test_unusable_rows_of_several_sources(tmp_path):
-    for name, lines in (("a", ['{"prompt": "x"}', "{"]), ("b", ["[" * 100_000, '{"prompt": "y"}', '{"text": ""}'])):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = [Source(source=str(tmp_path / f"{name}.jsonl")) for name in "ab"]
-    found, skipped = read_seeds(sources, max_skipped=0.9)
-    assert [seed.messages[0]["content"] for seed in found] == ["x", "y"] and skipped.rows == 5
-    assert skipped.table() == [
-        (1, "not valid JSON", f"line 2 of {tmp_path}/a.jsonl"),
-        (1, "JSON nested too deeply", f"line 1 of {tmp_path}/b.jsonl"),
-        (1, "it has text; needed is one of messages, conversations, turns or prompt", f"line 3 of {tmp_path}/b.jsonl"),
-    ]
-    with pytest.raises(ValueError, match=r"b\.jsonl': 2 of 3 rows skipped"):
-        read_seeds(sources)
 
 
 def test_self_talk_shows_the_model_both_sides():
@@ -489,14 +471,11 @@ def test_dry_run_writes_nothing(run):
 
 
 WRONG = {
-    "engine.drafer=x": "unknown key 'engine.drafer'; nearest valid key: engine.drafter",
     "data.seeds=[{source: stdlib}]": "seed source 'stdlib' needs conversations: set form: chat",
     "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
     "target=null": "backend engine needs the section 'target'; add it",
     "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
     "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': string should match",
-    "data.seeds=[{source: /nowhere.jsonl}]": "there is no such file",
-    "engine.drafter=/nowhere": "no such folder",
     "data.template=nowhere.jinja": "neither a Jinja template nor a file",
 }
 

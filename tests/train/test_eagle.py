@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from training_runs import assert_same_files, metrics, write_recipe
+from training_runs import metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
@@ -159,34 +159,6 @@ def test_soft_cross_entropy_and_its_gradients():
             torch.testing.assert_close(one, 2 * other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
-def test_only_the_drafter_trains_and_micro_batches_add_up(make_target):
-    module = make_module(make_target("llama", num_hidden_layers=3), fc_norm=True)
-    batch = make_rows(61, share=False).batch(range(4))
-
-    def gradients(parts):
-        module.zero_grad()
-        counts = torch.stack([module.count(part) for part in parts]).sum(0)
-        for part in parts:
-            module(part, counts, 0)[0].backward()
-        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-    whole = gradients([batch])
-    assert set(whole) == {f"eagle.{name}" for name, _ in module.eagle.named_parameters()}
-    assert all(grad.abs().sum() > 0 for grad in whole.values())
-    parts = gradients([{k: v[a:b] for k, v in batch.items()} for a, b in ((0, 1), (1, 4))])
-    for name, grad in parts.items():
-        torch.testing.assert_close(grad, whole[name], atol=1e-4 * float(whole[name].abs().max()), rtol=0)
-
-
-def test_a_batch_without_labels(make_target):
-    module = make_module(make_target("llama", num_hidden_layers=3))
-    batch = make_rows(61).batch([0])
-    batch["supervised"][:] = False
-    loss, metrics = module(batch, module.count(batch), 0)
-    loss.backward()
-    assert float(loss.detach()) == 0 and not any(map(float, metrics.values()))
-
-
 # ---- the command
 
 MAIN = eagle.main
@@ -226,15 +198,6 @@ def test_the_run_folder(whole, version):
     assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
     assert "identical to plain decoding" in decode_a_little(folder)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_killed_run_goes_on_bit_for_bit(whole, train, version):
-    options = [f"killed-{version}", *VERSIONS[version]]
-    folder = train.killed(in_step(14), *options)
-    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
-    train(*options, "--resume")
-    assert_same_files(folder, whole[version], "model.safetensors", "checkpoints/step-20/model.safetensors")
 
 
 def test_kept_features_train_as_fresh_ones(whole, train, monkeypatch):
@@ -327,26 +290,6 @@ def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
     assert json.loads((further / "provenance.json").read_text())["init_from"] == str(served)
     said = train.refused("from-published-2", *FURTHER, f"init_from={served}")
     assert f"error: init_from={served}: its draft_vocab_size is 40, the recipe's None; set drafter." in said
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["drafter.version=2"], "'drafter.version': "),
-        (["drafter={version: 1, projection: own}"], "version 1 reads the last hidden state, has the target's LM head"),
-        (["drafter={version: 1, unroll: 3}"], "version 1 reads the last hidden state, has the target's LM head"),
-        (["drafter={version: 1, norm_output: true}"], "norm_before_fc, fc_norm and norm_output are for version 3"),
-        (["drafter.intermediate_size=0"], "'drafter.intermediate_size': "),
-        (["drafter.fc_norm=true", "drafter.norm_before_fc=true"], "are alternatives; set one of them"),
-        (["drafter.captured_layers=[1, 1]"], "captured_layers: [1, 1] have to be different layers"),
-        (["drafter.captured_layers=[0, 2]"], "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
-        (["data.train.0.answers.new_tokens=8"], "answers.new_tokens must exceed the depth of simulated drafts + 1 = 8"),
-        (["precision.compile=true"], "precision.compile: the positions that draft"),
-        (["drafter.draft_vocab_size=301"], "drafter.draft_vocab_size=301: the target has 300 tokens"),
-    ],
-)
-def test_wrong_recipes_are_one_line(train, overrides, message):
-    assert message in train.refused("wrong", *overrides)
 
 
 def test_plans_count_what_trains(recipe, tiny_lm, make_target):

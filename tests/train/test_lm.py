@@ -255,27 +255,3 @@ def test_the_template_marks_exactly_what_the_assistant_writes(tokenizer):
     assert marked == "def f():\n    pass<|end|><|end|>日本 <b><|end|>"
     asked = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, tokenize=False)
     assert tokenizer.apply_chat_template(CHAT[:3], tokenize=False).startswith(asked)
-
-
-@pytest.mark.parametrize(
-    "override, message",
-    [
-        ("model.vocab_size=200", "'model.vocab_size': input should be greater than or equal to 261, got 200"),
-        ("model.num_kv_heads=3", "'model': num_heads=4 is not a multiple of num_kv_heads=3"),
-        ("stages=[]", "'stages': list should have at least 1 item"),
-        ("model.layers=3", "unknown key 'model.layers'; nearest valid key: model.num_layers"),
-        ("data.train=[{source: 'package:yaml', split: test}]", "has no text in split 'test'"),
-        ("stages.2.max_length=1000000", "the data set is empty: "),
-        ("data.packing=true", "data.packing: it is for drafters, and this script trains a model"),
-        ("data.template=x.jinja", "data.template: it is for drafters"),
-        ("data.template_arguments={a: 1}", "data.template_arguments: it is for drafters"),
-        ("data.max_unsupervised=0.5", "data.max_unsupervised: it is for drafters"),
-        ("data.validation.0.answers={prompts: 4, prompt_tokens: 8, new_tokens: 8}", "answers: they are for drafters"),
-        ("evaluate.decode=20", "evaluate.decode: it is for drafters"),
-        ("evaluate.prompts=4", "evaluate.prompts: it is for drafters"),
-        ("export.merged=true", "export.merged: it is for drafters"),
-    ],
-)
-def test_bad_recipes_are_one_line(run_main, tmp_path, override, message):
-    runs = Runs(lm.main, ROOT / "recipes/tiny-lm.yaml", run_main)
-    assert message in runs.refused("x", f"run.output_dir={tmp_path}", *SMALL, override)

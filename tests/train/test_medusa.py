@@ -2,15 +2,11 @@
 
 import itertools
 import json
-import os
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from training_runs import assert_same_files, before_call, make_batch, metrics, write_recipe
+from training_runs import assert_same_files, make_batch, metrics, write_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.common.files import write_json
@@ -103,39 +99,6 @@ def test_loss_with_a_draft_vocabulary(make_target, projection):
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_only_heads_train(make_target):
-    target = make_target("llama")
-    module, batch = make_module(target, "own"), make_batch(target.vocab_size)
-    module(batch, module.count(batch), 0)[0].backward()
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained == {"heads.weight", "heads.bias", "heads.projection"}
-    for parameter in module.heads.parameters():
-        assert (parameter.grad.flatten(2).abs().sum(-1) > 0).all(), "every head's"
-    assert all(parameter.grad is None for parameter in target.model.parameters())
-
-
-def test_micro_batches_add_up(make_target):
-    """The mean is over the step's labels, and each micro-batch has another number of them."""
-    target = make_target("llama")
-    module, batch = make_module(target), make_batch(target.vocab_size)
-
-    def gradient(parts):
-        module.zero_grad()
-        counts = torch.stack([module.count(part) for part in parts]).sum(0).float()
-        for part in parts:
-            module(part, counts, 0)[0].backward()
-        return module.heads.weight.grad.clone(), [module.count(part).tolist() for part in parts]
-
-    whole, _ = gradient([batch])
-    for cuts in ([2], [1, 3], [3]):
-        borders = [0, *cuts, 4]
-        parts = [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(borders)]
-        split, counts = gradient(parts)
-        assert len({tuple(count) for count in counts}) == len(parts)
-        torch.testing.assert_close(split, whole, atol=1e-4 * float(whole.abs().max()), rtol=0)
-    assert module.count({key: value[2:3] for key, value in batch.items()}).tolist() == [2, 2, 2]
-
-
 def test_packed_rows_have_the_loss_of_their_samples(make_target):
     """Neither attention, positions nor labels cross from one sample into the next."""
     target = make_target("llama")
@@ -157,19 +120,6 @@ def test_packed_rows_have_the_loss_of_their_samples(make_target):
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4) and losses[0][1] == losses[1][1] == [19, 15, 11]
     crossing = {key: value for key, value in packed.batch([0, 1]).items() if key in ("tokens", "supervised")}
     assert module.count(crossing).tolist() != losses[0][1], "without segments labels would cross"
-
-
-def test_a_head_without_a_label(make_target):
-    """In rows so short that the later heads predict nothing the loss is that of the others."""
-    target = make_target("llama")
-    module = make_module(target)
-    batch = {"tokens": torch.arange(1, 6, dtype=torch.int32)[None], "supervised": torch.zeros(1, 5, dtype=torch.bool)}
-    batch["supervised"][0, 2] = True
-    counts = module.count(batch)
-    loss, metrics = module(batch, counts.float(), 0)
-    assert counts.tolist() == [1, 0, 0]
-    assert float(loss.detach()) == pytest.approx(0.8 * float(metrics["head1_loss"]), rel=1e-5)
-    assert [float(metrics[f"head{k}_{name}"]) for k in (2, 3) for name in ("loss", "top1")] == [0.0] * 4
 
 
 # ---- the commands
@@ -316,67 +266,6 @@ def test_a_draft_vocabulary_from_the_answers_to_the_artifact(recipe, train):
     assert load_file(train(*begun, "drafter.draft_vocab_size=40") / "model.safetensors")["draft_vocab"].equal(ids)
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
     assert "identical to plain decoding" in decode_a_little(folder)
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit(whole, train, run_main, monkeypatch):
-    with monkeypatch.context() as patch:
-        before_call(patch, *in_step(17), lambda: os.kill(os.getpid(), signal.SIGINT))
-        assert train.refused("interrupted") == "error: stopped at step 17; saved. Go on with --resume\n"
-    folder = whole.parent / "interrupted"
-    before = files(folder)
-    assert train.refused("interrupted") == (
-        f"error: {folder}: holds an unfinished run at step-17; pass --resume to go on, --restart to begin anew, or set "
-        "run.name\n"
-    )
-    code, _, err = run_main(decode.main, folder, "--prompt", "x")
-    hint = "training has not finished; go on with --resume"
-    assert (code, err) == (2, f"error: {folder}: no config.json here: {hint}\n")
-    assert files(folder) == before
-    assert_same_runs(train("interrupted", "--resume"), whole)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_killed_run_goes_on_bit_for_bit(whole, train, optimizer):
-    options = [f"killed-{optimizer}", f"stages.0.optim.name={optimizer}"]
-    folder = train.killed(in_step(17), *options)
-    assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-10"]
-    train(*options, "--resume")
-    assert_same_runs(folder, whole if optimizer == "adamw" else train("muon", "stages.0.optim.name=muon"))
-
-
-@pytest.mark.slow
-def test_fifty_kills_at_random_moments(recipe, train):
-    """Killed by the system at any moment of its life, and resumed, fifty times over one run: the same weights."""
-    options = ["stages.0.steps=4000", "evaluate.every=100", "checkpoint.every=10", "stages.0.optim.lr=1e-3"]
-    long = train("long", *options)
-    command = [sys.executable, "train/medusa.py", recipe, *options, "run.name=kills", "--resume"]
-    folder, chance, kills, lives = recipe.parent / "kills", random.Random(0), 0, 0
-
-    def newest():
-        return max((int(p.name[5:]) for p in (folder / "checkpoints").glob("step-*")), default=0)
-
-    while True:
-        lives += 1
-        assert lives < 200
-        begun = newest()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if kills < 50:
-            if kills % 5 == 0:  # anywhere: while it loads, answers prompts, evaluates
-                time.sleep(chance.uniform(0, 8))
-            else:  # while it trains and saves
-                while newest() == begun and process.poll() is None:
-                    time.sleep(0.001)
-                time.sleep(chance.uniform(0, 0.2))
-            process.kill()
-        code = process.wait()
-        if code == -signal.SIGKILL:
-            kills += 1
-            continue
-        assert code == 0, process.stderr.read()
-        break
-    assert kills == 50, "the run has to be long enough for fifty"
-    assert_same_files(folder, long, FINAL[0], "checkpoints/step-4000/optimizer.safetensors", FINAL[2])
-    assert metrics(folder, "simulated_tau") == metrics(long, "simulated_tau")
 
 
 def test_answers_belong_to_what_was_asked(train):
@@ -540,16 +429,6 @@ def test_a_quantized_target(whole, train):
     assert config["target"]["fingerprint"] == original["target"]["fingerprint"], "of what is stored"
 
 
-@pytest.mark.slow
-def test_two_processes_train_like_one(recipe, whole):
-    """The loss curve, with prompts answered once and evaluation on each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train/medusa.py", recipe]
-    done = subprocess.run([*command, "run.name=two"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for key in ("loss", "head1_loss", "head3_loss", "simulated_tau"):
-        assert metrics(recipe.parent / "two", key) == pytest.approx(metrics(whole, key), abs=1e-5), key
-
-
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_chats_from_a_file(train, chats, packing):
     """Heads learn from other people's chats; a kept hidden state is the one that would be computed."""
@@ -611,66 +490,4 @@ def test_the_report_keeps_its_promise(report, whole):
     assert report["mean_accepted_length"] > 1.05, "a drafter that drafts nothing shows nothing"
 
 
-def test_the_report_adds_up(report):
-    steps, drafts = report["steps"], report["spec_decode"]
-    histogram = {int(length): count for length, count in report["accepted_length_histogram"].items()}
-    assert report["prompts"] == 6
-    assert sum(histogram.values()) == steps == drafts["num_drafts"]
-    committed = sum(length * count for length, count in histogram.items())
-    assert committed + report["prompts"] == report["new_tokens"], "the prefill's tokens belong to no step"
-    assert report["mean_accepted_length"] == pytest.approx(committed / steps, abs=1e-4)
-    per_position = drafts["num_accepted_tokens_per_pos"]
-    depths = range(1, len(per_position) + 1)
-    assert per_position == [sum(c for n, c in histogram.items() if n > depth) for depth in depths]
-    assert report["acceptance_per_position"] == pytest.approx([n / steps for n in per_position], abs=1e-4)
-    assert drafts["num_accepted_tokens"] == sum(per_position) == committed - steps
-    assert drafts["num_draft_tokens"] == steps * (report["tree_nodes"] - 1)
-    for field, baseline in {"speedup": "engine", "speedup_vs_transformers": "transformers"}.items():
-        ratio = report["tokens_per_second"] / report["baselines"][baseline]["tokens_per_second"]
-        assert report[field] == pytest.approx(ratio, rel=1e-3)
-    assert report["overhead"] == pytest.approx(report["mean_accepted_length"] / report["speedup"], rel=1e-3)
-    seconds = report["seconds"]
-    assert all(seconds[phase] >= 0 for phase in seconds) and seconds["verify"] > 0 and seconds["draft"] > 0
-
-
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["drafter.num_heads=3"], "unknown key 'drafter.num_heads'; nearest valid key: drafter.num_draft_heads"),
-        (["data.max_length=20"], "max_length=20 is less than the 12 + 24 tokens of a prompt and its answer"),
-        (["data.train.0.answers.new_tokens=4"], "answers.new_tokens must exceed drafter.num_draft_heads + 1 = 4"),
-        (["target.name=/nowhere/at/all"], "'/nowhere/at/all': there is no such folder"),
-        (["target.name=TRUNCATED"], "model.safetensors: truncated ("),
-        (["target.quantize=4bit"], "have to be a multiple of 64 wide, these are 32, 48; use target.quantize=8bit"),
-        (["run.output_dir=FILE/x"], "cannot write or read here (Not a directory); choose another folder"),
-        (["run.name=file"], "cannot write or read here (Not a directory); choose another folder"),
-        (["data.train.0.answers.prompts=90000", "data.train.0.answers.prompt_tokens=200"], "fewer or shorter ones"),
-        (["data.train.0.answers.prompt_tokens=300"], "has 300 tokens; the target's context holds 256 with the answer"),
-        (["data.train.0.source=package:yaml"], "has no text in split 'validation'; use another split or"),
-        (["data.train.0.source=package:no_such_thing"], "package 'no_such_thing' is not installed; pip install it"),
-        (
-            ["data.validation=[{source: SHORT}]"],
-            "data.validation: evaluations measure drafts of 3 tokens, and no answer",
-        ),
-        (["evaluate.decode=15"], "decode=15 is not a multiple of every=10"),
-    ],
-)
-def test_bad_input_is_one_line(train, tiny_lm, tmp_path, overrides, message):
-    (tmp_path / "file").touch()
-    truncated = shutil.copytree(tiny_lm, tmp_path / "truncated")
-    with (truncated / "model.safetensors").open("r+b") as file:
-        file.truncate(9000)
-    (tmp_path / "short.jsonl").write_text('{"prompt": "Shall I? ", "completion": "y"}\n' * 4)
-    for word, path in (("TRUNCATED", truncated), ("FILE", tmp_path / "file"), ("SHORT", tmp_path / "short.jsonl")):
-        overrides = [override.replace(word, str(path)) for override in overrides]
-    assert message in train.refused("wrong", f"run.output_dir={tmp_path}", *overrides)
-    assert "medusa-1" not in train.out, "said before it trains"
-
-
-def test_a_missing_recipe(recipe, run_main):
-    missing = recipe.with_name("recipes.yaml")
-    said = f"error: {missing}: there is no such recipe; did you mean {recipe}?\n"
-    assert run_main(medusa.main, missing) == (2, "", said)

@@ -138,17 +138,6 @@ def test_only_what_trains_drops_out(make_target, checkpointing):
     assert torch.equal(target.hidden(tokens), target.hidden(tokens))
 
 
-def test_gradients_reach_adapters_and_heads_alone(make_target):
-    target = make_target("llama")
-    module, batch = make_module(target), make_batch(61)
-    loss, _ = module(batch, module.count(batch), STEPS - 1)
-    loss.backward()
-    for name, parameter in module.named_parameters():
-        trains = "lora_" in name or name.startswith("heads.")
-        assert parameter.requires_grad == trains, name
-        assert (parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)) == trains, name
-
-
 def test_gradient_of_the_divergence(make_target):
     """Against autograd through the definition, without chunks."""
     target = make_target("llama")
@@ -326,15 +315,6 @@ def test_the_teacher_of_kept_hidden_states(whole, train, monkeypatch):
     assert metrics(folder, "kl") == pytest.approx(metrics(whole, "kl"), rel=0.02)
 
 
-@pytest.mark.parametrize("step", [4, 10, 11, 18])
-def test_a_killed_run_goes_on_bit_for_bit(whole, train, step):
-    """In the first stage, between the two, and in the second."""
-    train.killed(after_step(step), f"killed-{step}")
-    folder = train(f"killed-{step}", "--resume")
-    assert_same_files(folder, whole, *FINAL)
-    assert metrics(folder, "kl") == metrics(whole, "kl")
-
-
 def test_epochs_are_steps_once_the_rows_are_read(whole, train):
     """Five passes over 16 rows, 8 a step: the same run, also when it goes on after a kill in the second stage."""
     epochs = [f"stages.{stage}.{field}" for stage in (0, 1) for field in ("steps=null", "epochs=5")]
@@ -460,35 +440,6 @@ def test_the_second_stage_goes_on_in_the_data(train, monkeypatch):
     assert ramp == [0, 0, 1, 1, 2, 2, 3, 3], "two micro-batches a step"
     assert seeds == [3 + 1], "the recipe's, and one"
     assert rows[24:48] != rows[:24] and len(set(rows[16:32])) == 16, "an epoch of 16 rows goes over the border"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "stages.1.joint.lora.modules=[q_proj, c_attn]",
-            "lora.modules: target '{}' has no linear layer 'c_attn'; it has: ",
-        ),
-        (
-            "target.quantize=8bit",
-            "target.quantize=8bit: joint.loss=kl compares with the target as it was, which has to be unquantised",
-        ),
-        ("stages.1.joint.max_lk=1", "unknown key 'stages.1.joint.max_lk'; nearest valid key: stages.1.joint.max_kl"),
-        ("joint.head_weight=1", "unknown key 'joint'; nearest valid key: stages.0.joint"),
-        ("steps=3", "unknown key 'steps'; nearest valid key: stages.0.steps"),
-        ("stages.1.joint=null", "export.merged: there is nothing to merge without a joint stage"),
-        ("stages.1.optim.name=muon", "optim.name: Muon has one learning rate for heads and adapters; use adamw "),
-        ("drafter.num_draft_heads=1000000000", "'drafter.num_draft_heads': input should be less than or equal to 64"),
-        ("stages.1.joint.lora.r=5000", "'stages.1.joint.lora.r': input should be less than or equal to 4096, got 5000"),
-        ("stages.1.joint.max_kl=.nan", "'stages.1.joint.max_kl': input should be a finite number, got nan"),
-        ("init_from=''", "'init_from': string should have at least 1 character, got ''"),
-        ("stages.1.joint.lora.modules=[q_proj, lm_head]", "lm_head is shared by all heads; drop it, or set"),
-        ("precision.compile=true", "precision.compile: joint training changes its loss at every step"),
-    ],
-)
-def test_bad_input_is_one_line(train, tiny_lm, override, message):
-    said = train.refused("bad", "stages.0.steps=1", override, "--restart")
-    assert message.format(tiny_lm) in said
 
 
 def test_a_quantized_target_trains_to_the_labels(train, run_main):

@@ -4,25 +4,14 @@ every drafter."""
 import itertools
 from dataclasses import replace
 
-import lossless_suite
 import pytest
 import torch
-from lossless_suite import (
-    check_apart,
-    check_coupled,
-    check_greedy,
-    check_sampling,
-    check_seeds,
-    check_static,
-    check_warm_up,
-)
 from transformers import DynamicCache
 
 from draftsmith.inference.drafters import compressed
 from draftsmith.inference.drafters.compressed import CompressedCache, CompressedDrafter, Selector, attention_scores
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.names import SELECTORS, check_name, compressed_of, draft_model_of, has_folder
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import step
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.runner import engine_attention
@@ -287,48 +276,6 @@ def test_sliding_layers_keep_the_last_tokens(make_target, name):
 
 def draft_model(target, selector, tree=(1, 1, 1)):
     return DraftModelDrafter(target, target, tree, selector=selector)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["own", "draft model"])
-def test_greedy_and_coupled_decoding_are_exact(make_target, name, kind):
-    """Of a draft model also merged, whose accepted tokens it has not run."""
-
-    def make(target):
-        selector = Selector(name, 9)
-        return CompressedDrafter(target, selector, (1, 1, 1)) if kind == "own" else draft_model(target, selector)
-
-    def merged(target):
-        members = {"model": draft_model(target, Selector(name, 9), (2, 1)), "ngram": NgramDrafter(target)}
-        return MergedDrafter(members, target, 24)
-
-    if name != "topk":  # selects in each step, by the host
-        check_static(make_target, make)
-    check_greedy(make_target, make)
-    check_coupled(make_target, make)
-    check_apart(make_target, make)
-    if kind == "own":
-        check_seeds(make_target, make)
-        check_warm_up(make_target, make)
-    else:
-        check_greedy(make_target, merged, own=False)
-
-
-def test_sampling_has_the_targets_distribution(make_target):
-    check_sampling(make_target, lambda target: CompressedDrafter(target, Selector("snapkv", 6), (2,)), count=6000)
-
-
-def test_merged_with_ngrams(make_target):
-    """Exact, and each of both proposes what is accepted."""
-
-    def make(target):
-        own = CompressedDrafter(target, Selector("snapkv", 9), (1, 1))
-        return MergedDrafter({"snapkv:9": own, "ngram": NgramDrafter(target)}, target, 24)
-
-    check_greedy(make_target, make, own=False)
-    target = lossless_suite.phrases(make_target)
-    (result,) = SpeculativeDecoder(target, make(target)).generate([PROMPT], 24, stop_ids=frozenset())
-    assert all(result.accepted_from) and sum(result.accepted) == 23
 
 
 def test_a_draft_models_own_cache_is_given_what_it_wrote(make_target):

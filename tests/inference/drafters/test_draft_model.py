@@ -95,33 +95,9 @@ class Checked(KeepsTexts, DraftModelDrafter):
             self.check_cache(row, int(self.cached[row]))
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_lossless(make_target, name):
-    """The suite, with the tests below: of greedy decoding, sampling from the sparse tree, and warm-up steps."""
-
-    def make(target):
-        return DraftModelDrafter(perturbed(target), target, TREES[name])
-
-    for check in (suite.check_static, suite.check_seeds, suite.check_coupled, suite.check_apart):
-        check(make_target, make)
-    if name == "chain":
-        suite.check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_every_length_is_accepted(make_target, name):
-    lengths = suite.check_greedy(make_target, lambda t: DraftModelDrafter(perturbed(t, 0.1), t, TREES[name]))
-    assert set(lengths) == set(range(1, DEPTHS[name] + 2)), lengths
-
-
-def test_lossless_with_a_draft_vocabulary(make_target):
-    def make(target):
-        return DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target))
-
-    suite.check_greedy(make_target, make)
-    suite.check_coupled(make_target, make)
-    suite.check_sampling(make_target, make, "cut", count=TEXTS, rows=TEXTS)
-    tree = proposed(suite.soft(make_target), make(suite.soft(make_target)))
+def test_drafts_are_of_the_draft_vocabulary(make_target):
+    target = suite.soft(make_target)
+    tree = proposed(target, DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target)))
     assert set(tree.tokens[:, 1:].flatten().tolist()) <= {0, 1, 3, 4} and tree.draws.q.shape[2] == 4
     sums = tree.draws.q.sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
@@ -139,16 +115,12 @@ def proposed(target: Target, drafter: DraftModelDrafter, rows: int = 64):
 DRAWS = {"without_replacement": WITHOUT_REPLACEMENT, "iid": IID, "naive": ONE_HOT}
 
 
-def test_lossless_by_kind_of_draw(make_target):
-    """I.i.d. draws, several of which may be one node, and draws that are verified as deterministic drafts, of which
-    fewer are accepted. A draw leads to the child of its turn, in rank order, or to that of an equal earlier draw."""
-    steps, target = {}, suite.soft(make_target)
+def test_nodes_by_kind_of_draw(make_target):
+    """Several i.i.d. draws may be one node; naive draws are verified as deterministic drafts. A draw leads to the child
+    of its turn, in rank order, or to that of an equal earlier draw."""
+    target = suite.soft(make_target)
     for draws, kind in DRAWS.items():
-        make = lambda t, draws=draws: DraftModelDrafter(perturbed(t), t, SPARSE, draws=draws)  # noqa: E731
-        static = draws != "naive"
-        found = suite.check_sampling(make_target, make, "plain", static=static, count=TEXTS, rows=TEXTS)
-        steps[draws] = sum(count * texts for count, texts in found.items())
-        drafter = make(target)
+        drafter = DraftModelDrafter(perturbed(target), target, SPARSE, draws=draws)
         tree = proposed(target, drafter)
         assert set(tree.draws.kind.flatten().tolist()) == {kind} and (tree.draws.q is None) == (draws == "naive")
         shared, paths = 0, drafter.layout.paths
@@ -163,21 +135,6 @@ def test_lossless_by_kind_of_draw(make_target):
                 assert [valid[child] for child in children] == own
                 shared += first != children
         assert (shared > 0) == (draws == "iid")
-    assert steps["naive"] > 1.01 * steps["without_replacement"], steps
-
-
-def test_lossless_merge_of_kinds_of_draws(make_target):
-    """I.i.d. draws from a draft vocabulary, draws without replacement, and naive ones, in one tree."""
-
-    def make(target):
-        members = {
-            "iid": DraftModelDrafter(perturbed(target), target, SPARSE, draft_vocab=some_ids(target), draws="iid"),
-            "distinct": DraftModelDrafter(perturbed(target, 0.06), target, [2, 1]),
-            "naive": DraftModelDrafter(perturbed(target, 0.03), target, [2], draws="naive"),
-        }
-        return MergedDrafter(members, target, 40)
-
-    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def serve(target, drafter, *, static, rows=3, mode="greedy", **sampling):
@@ -246,7 +203,6 @@ def test_padded_vocabularies(make_target, vocabulary):
     """The draft model has more or fewer ids than the target."""
     make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [1, 1])  # noqa: E731
     suite.check_greedy(make_target, make)
-    suite.check_coupled(make_target, make)
     drafter = make(suite.phrases(make_target))
     drafts = Counter()
     propose = drafter.propose
@@ -260,12 +216,6 @@ def test_padded_vocabularies(make_target, vocabulary):
     drafter.model.model.lm_head.weight.data[min(61, vocabulary) :] *= 50.0  # very likely if they were not excluded
     serve(suite.phrases(make_target), drafter, static=False)
     assert max(drafts) < min(61, vocabulary)
-
-
-@pytest.mark.parametrize("vocabulary", [7, 4])
-def test_sampling_with_padded_vocabularies(make_target, vocabulary):
-    make = lambda target: DraftModelDrafter(perturbed(target, 0.04, vocabulary), target, [2, 1])  # noqa: E731
-    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
 
 
 def test_fewer_tokens_than_draws(make_target, monkeypatch):

@@ -11,11 +11,9 @@ from draws import occurs
 from eagles import KINDS, TREES, fitted, untrained
 from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
-from tiny_models import SPARSE
 
 from draftsmith.inference.drafters import eagle_layer
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import budget, engine, step
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.measure.step_costs import StepCosts
@@ -224,66 +222,6 @@ def test_what_is_shifted_by_one_is_found(make_target, wrong):
     target = suite.phrases(make_target)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         serve(target, wrong(fitted(target, make_target), target, TREES["sparse"]))
-
-
-@pytest.mark.parametrize("tree", TREES)
-def test_lossless(make_target, tree):
-    """The suite without the distributions, which the tests below have; the chain is EAGLE-1's."""
-    kind, draft_vocab = ("eagle1", False) if tree == "chain" else ("eagle3", tree == "sparse")
-
-    def make(target):
-        return EagleDrafter(fitted(target, make_target, kind, draft_vocab), target, TREES[tree])
-
-    lengths = suite.check_exact(make_target, make)
-    assert set(lengths) == {1, 2, 3, 4}, lengths
-
-
-SAMPLED = {
-    "without replacement": ("eagle3", True, SPARSE, "without_replacement"),
-    "iid": ("normed", True, SPARSE, "iid"),
-    "naive": ("eagle3", False, (3, 1), "naive"),
-    "none": ("shared", True, SPARSE, "none"),
-    "chain": ("eagle1", False, (1, 1, 1), "without_replacement"),
-    "dynamic": ("eagle3", True, DynamicShape(3, 3, 9), "without_replacement"),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_lossless_sampling(make_target, name):
-    kind, draft_vocab, tree, draws = SAMPLED[name]
-    static = name in ("iid", "dynamic")
-
-    def make(target):
-        return EagleDrafter(untrained(target, kind, draft_vocab), target, tree, draws=draws)
-
-    suite.check_sampling(make_target, make, "plain" if static else "cut", static=static, count=TEXTS, rows=TEXTS)
-
-
-@pytest.mark.parametrize("tree", ["sparse", "dynamic"])
-def test_lossless_merge(make_target, tree):
-    """With n-grams, and with a deeper drafter whose accepted nodes were not its own; features of several layers."""
-
-    more = lambda target: {}  # noqa: E731
-
-    def make(target):
-        members = {
-            "eagle": EagleDrafter(fitted(target, make_target), target, TREES[tree]),
-            "eagle1": EagleDrafter(fitted(target, make_target, "eagle1"), target, (1,) * 5),
-        }
-        return MergedDrafter(members | more(target), target, 24)
-
-    if tree == "sparse":
-        suite.check_warm_up(make_target, make)
-    more = lambda target: {"ngram": NgramDrafter(target, depth=4)}  # noqa: E731
-    suite.check_greedy(make_target, make)
-    suite.check_apart(make_target, make, own=False)
-    suite.check_coupled(make_target, make, own=False)  # nodes of estimated probability 0 are left out for a whole batch
-
-    def small(target):
-        eagle = EagleDrafter(untrained(target), target, DynamicShape(2, 2, 4) if tree == "dynamic" else (2,))
-        return MergedDrafter({"eagle": eagle, "ngram": NgramDrafter(target, depth=1)}, target, 8)
-
-    suite.check_sampling(make_target, small, count=TEXTS, rows=TEXTS)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["eager", "static"])

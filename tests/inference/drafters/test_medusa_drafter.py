@@ -2,10 +2,8 @@
 
 import itertools
 
-import lossless_suite
 import pytest
 import torch
-from tiny_models import noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -86,24 +84,6 @@ def test_tree_has_to_fit_the_heads(make_target):
 
 
 # ---- a draft vocabulary
-
-
-def near_the_lm_head(target):
-    """Heads that draft what the LM head holds likely, of every second token: right now and then."""
-    heads = noisy_heads(target, 0.1, "shared", seed=2, ids=torch.arange(0, target.vocab_size, 2))
-    return MedusaDrafter(heads, Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0))), target)
-
-
-def test_a_draft_vocabulary_is_lossless(make_target, greedy_texts):
-    """Greedy tokens are the target's own, and sampled texts have its distribution, tokens outside included."""
-    target = make_target("llama")
-    truth = greedy_texts(target, PROMPTS, 20)
-    results = SpeculativeDecoder(target, near_the_lm_head(target)).generate(PROMPTS, 20, stop_ids=frozenset())
-    assert [r.tokens for r in results] == truth
-    assert any(count > 1 for r in results for count in r.accepted) and any(token % 2 for row in truth for token in row)
-    lossless_suite.check_coupled(make_target, near_the_lm_head)
-    lossless_suite.check_apart(make_target, near_the_lm_head)
-    lossless_suite.check_sampling(make_target, near_the_lm_head, "cut", count=4000, rows=4000)
 
 
 def test_a_label_outside_is_missed(make_target):

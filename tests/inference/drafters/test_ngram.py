@@ -293,22 +293,6 @@ def test_buffers(make_target, static):
     assert driver.propose() == before
 
 
-def test_lossless(make_target):
-    """Includes seeds: a row's drafts do not depend on the other rows."""
-    lengths = lossless_suite.check_exact(make_target, lambda target: NgramDrafter(target, depth=4, min_match=1))
-    assert set(lengths) == {1, 2, 3, 4, 5}
-
-
-# One row per text: refilled rows, each with its own prefill, would take a minute.
-@pytest.mark.parametrize(("name", "static"), [("plain", True), ("cut", False)])
-def test_lossless_sampling(make_target, name, static):
-    def make(target):
-        return NgramDrafter(target, depth=3, min_match=1)
-
-    steps = lossless_suite.check_sampling(make_target, make, name, static=static, count=6000, rows=6000)
-    assert {2, 3} <= set(steps) <= {1, 2, 3}
-
-
 def test_lossless_by_cost(make_target, monkeypatch):
     """Trees of changing size and depth."""
     monkeypatch.setattr(budget, "FEWEST", 10**9)  # it is asked in every step

@@ -2,7 +2,6 @@
 what it is trained on."""
 
 from collections import Counter
-from dataclasses import replace
 
 import lossless_suite as suite
 import pytest
@@ -20,7 +19,6 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure.rollouts import eagle_drafts, record
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.merged import MergedDrafter
-from draftsmith.inference.verify.sampling import sampling_distribution
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import Target
@@ -274,112 +272,3 @@ def test_heads_that_do_not_fit():
 
 
 # ---- what every drafter has to pass
-
-
-def small(name: str, draft_vocab: bool = False):
-    """``make(target)`` → random drafters for the suite; of the small vocabulary, lists whose lengths differ."""
-
-    def make(target, kind=EagleDrafter):
-        eagle = untrained(target, "eagle3", draft_vocab)
-        if target.vocab_size != suite.SMALL:
-            return kind(eagle, target, TREES["fixed"], shortlist=shortlist(eagle, target, name))
-        outputs, listed, tree, draws = eagle.config.outputs, *SMALL_LISTS[name]
-        config = ShortlistConfig(outputs=outputs, **SIZES | listed) if "clusters" in listed else None
-        config = config or ShortlistConfig(outputs=outputs, **listed)
-        starts = [0, 1, 3, outputs] if outputs > 3 else [0, 1, 2, outputs]
-        return kind(eagle, target, tree, draws=draws, shortlist=random_shortlists(config, starts))
-
-    return make
-
-
-SIZES = {"num_clusters": 3, "router_width": 4, "embedding_size": 32, "feature_size": 32}
-# Lists of the vocabulary of 5 tokens (4 of the draft vocabulary), and the trees and kinds of draws that go with them.
-SMALL_LISTS = {
-    "fr_spec fixed": ({"shortlist": "fr_spec", "capacity": (3,)}, (2, 2), "without_replacement"),
-    "fr_spec position-aware": ({"shortlist": "fr_spec", "capacity": (4, 2, 1)}, (1, 1, 1), "without_replacement"),
-    "vocab_trim": ({"shortlist": "vocab_trim", "capacity": (4, 2)}, (2, 2), "iid"),
-    "dynaspec fixed": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2, 1), "without_replacement"),
-    "dynaspec position-aware": ({"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)}, (2, 2), "iid"),
-    "dynaspec, one level": ({"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)}, (2,), "iid"),
-}
-TEXTS = 3000
-
-
-def test_the_suite(make_target):
-    """Static steps read nothing on the host and have one shape; a seed gives the same text and steps in any batch."""
-    suite.check_static(make_target, small("dynaspec position-aware", draft_vocab=True))
-    suite.check_seeds(make_target, small("dynaspec fixed"))
-    suite.check_warm_up(make_target, small("dynaspec fixed"))
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", ["fr_spec position-aware", "dynaspec fixed"])
-def test_coupled(make_target, name, tree):
-    """Of a draft vocabulary too, whose numbers are not the target's."""
-
-    def make(target):
-        eagle = fitted(target, make_target, "eagle3", draft_vocab=name == "dynaspec fixed")
-        return EagleDrafter(eagle, target, TREES[tree], shortlist=shortlist(eagle, target, name))
-
-    suite.check_coupled(make_target, make)
-
-
-@pytest.mark.parametrize(
-    ("name", "draft_vocab"),
-    [*((name, False) for name in SMALL_LISTS), ("fr_spec position-aware", True), ("dynaspec fixed", True)],
-)
-def test_lossless_sampling(make_target, name, draft_vocab):
-    make = small(name, draft_vocab)
-    static = name == "dynaspec fixed"
-    suite.check_sampling(make_target, make, "cut" if draft_vocab else "plain", static=static, count=TEXTS, rows=TEXTS)
-
-
-@pytest.mark.parametrize("name", ["fr_spec fixed", "dynaspec fixed"])
-def test_lossless_merge(make_target, name):
-    """With n-grams; and two drafters with different lists at the same nodes."""
-
-    def make(target):
-        other = small("vocab_trim")(target)
-        members = {"eagle": small(name)(target), "ngram": NgramDrafter(target, depth=2, min_match=1)}
-        return MergedDrafter(members | ({"other": other} if name == "fr_spec fixed" else {}), target, 12)
-
-    suite.check_sampling(make_target, make, count=TEXTS, rows=TEXTS)
-
-
-class FullVocabulary(EagleDrafter):
-    """Wrong: tokens are drawn from the list, and verified by the distribution of the whole LM head."""
-
-    def _logits(self, hidden):
-        found = super()._logits(hidden)
-        mine, self.shortlists = self.shortlists, None
-        self.whole.append(super()._logits(hidden)[0])
-        self.shortlists = mine
-        return found
-
-    def propose(self, state):
-        self.whole = []
-        tree = super().propose(state)
-        q = sampling_distribution(torch.cat(self.whole, 1), state.settings)
-        ids = None if self.ids is None else self.ids[None, None]
-        return replace(tree, draws=replace(tree.draws, q=q, ids=ids))
-
-
-class ListOfTheRoot(EagleDrafter):
-    """Wrong: every level's tokens are those of the root's list."""
-
-    def propose(self, state):
-        tree = super().propose(state)
-        ids = tree.draws.ids
-        return replace(tree, draws=replace(tree.draws, ids=ids[:, :1].expand_as(ids)))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [(FullVocabulary, "fr_spec fixed"), (FullVocabulary, "dynaspec fixed"), (ListOfTheRoot, "dynaspec position-aware")],
-)
-@pytest.mark.fixed_seed("as many texts reject it in most draws, not in all")
-def test_wrong_distributions_are_rejected(make_target, wrong, name):
-    """By the test that the right ones pass above, with as many texts."""
-    target, sampling = suite.soft(make_target), suite.SAMPLINGS["plain"]
-    texts, _ = suite._sampled(target, small(name)(target, wrong), sampling, TEXTS, TEXTS, False)
-    assert suite.p_value(texts, suite.joint_distribution(target, sampling)) < suite.ALPHA

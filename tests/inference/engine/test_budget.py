@@ -177,6 +177,16 @@ def test_a_text_teaches_itself_first():
     )
 
 
+def test_what_came_true_is_of_the_drafter_that_proposed_it():
+    """Of two drafters with a child each; what a step showed counts less with each further one."""
+    learns = Budget(StepCosts({1: 1.0, 8: 1.5}).seconds, 1, [False, False], 2, 4)
+    learns.begin(slice(0, 1))
+    for _ in range(2):
+        learns.start([9], [True])
+        learns.learn([[0, 2, 0]], [1], [[-1, 0, 0]], [[1.0, 0.5, 0.5]], [[0, 1, 2]])
+    assert learns.came_true[:, 0, 1].tolist() == pytest.approx([0.0, 0.97 + 1])  # DECAY
+
+
 def test_a_bad_moment_heals():
     """Steps, or a drafter's passes, that were slow for a while: nothing of it stays."""
     text = Text(StepCosts({1: 1.0, 8: 1.2}), pass_seconds=0.05)

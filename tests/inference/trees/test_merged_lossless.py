@@ -1,40 +1,20 @@
-"""Merges of all kinds of drafters, through the checks of every drafter."""
+"""Merged SSMs, which often propose the same nodes: each keeps its draw, and the distribution is the target's."""
 
 from dataclasses import replace
 
 import lossless_suite
 import pytest
 import torch
-from lossless_suite import (
-    check_apart,
-    check_coupled,
-    check_exact,
-    check_greedy,
-    check_sampling,
-    check_seeds,
-    check_static,
-    check_warm_up,
-)
-from tiny_models import noisy_heads, perturbed
+from lossless_suite import check_apart, check_coupled, check_greedy, check_sampling, check_static, check_warm_up
+from tiny_models import perturbed
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
-from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step, on_device
-from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.merged import ONE_STREAM, MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
-from draftsmith.inference.verify.tree import TokenTree, Topology
+from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.models.target import Target
-
-COSTS = StepCosts({1: 1.0, 8: 1.4, 32: 3.0})
-TREE = Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
-ACCEPTANCES = (0.6, 0.4, 0.25, 0.1, 0.2, 0.1)  # of the paths, in order
-
-
-def heads(target: Target) -> MedusaDrafter:
-    return MedusaDrafter(noisy_heads(target, 0.02), TREE, target, ACCEPTANCES)
 
 
 def draft_model(target: Target, seed: int, expansion: list[int], **options) -> DraftModelDrafter:
@@ -95,51 +75,6 @@ def ensemble(name: str, made: list | None = None, change=lambda tree: tree):
     return make
 
 
-def merge(kind: str, costs: StepCosts | None = None, nodes: int = 40):
-    def make(target: Target) -> MergedDrafter:
-        ngram = NgramDrafter(target, depth=3, min_match=1)
-        members = {
-            "heads and n-grams": lambda: {"heads": heads(target), "ngram": ngram},
-            "a draft model and n-grams": lambda: {"draft": draft_model(target, 1, [2, 1, 1]), "ngram": ngram},
-        }
-        drafter = MergedDrafter(members[kind](), target, nodes)
-        drafter.costs = costs
-        return drafter
-
-    return make
-
-
-KINDS = ("heads and n-grams", "a draft model and n-grams")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lossless(make_target, kind):
-    check_exact(make_target, merge(kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("static", [False, True])
-def test_lossless_sampling(make_target, kind, static):
-    """Several steps jointly."""
-    check_sampling(make_target, merge(kind), static=static, count=6000, rows=6000)
-
-
-def test_lossless_by_cost(make_target):
-    """Trees limited by cost, and heads that run only where they pay."""
-
-    def deeper(target):  # than the heads, which draft three tokens
-        ngram = NgramDrafter(target, depth=5, min_match=1)
-        drafter = MergedDrafter({"heads": heads(target), "ngram": ngram}, target, 12)
-        drafter.costs = COSTS
-        return drafter
-
-    check_greedy(make_target, deeper, own=False)
-    check_coupled(make_target, deeper, own=False)
-    # 4 nodes are fewer than the draft model's own tree has, which its cache must hold.
-    for check in (check_greedy, check_coupled):
-        check(make_target, merge("a draft model and n-grams", COSTS, 4), own=False)
-
-
 def test_merged_ssms_that_overlap(make_target):
     """Two SSMs that often propose the same nodes."""
     made: list[Watched] = []
@@ -152,14 +87,6 @@ def test_merged_ssms_that_overlap(make_target):
     assert sum(each.shared for each in made) > 100, "they rarely propose the same node"
     made.clear()
     check_sampling(make_target, make, "cut", static=True, count=3000, rows=3000)
-    assert made[0].again > 1000, "two draws rarely lead to one node"
-
-
-def test_three_merged_ssms(make_target):
-    made: list[Watched] = []
-    check_seeds(make_target, ensemble("three SSMs"))
-    check_coupled(make_target, ensemble("three SSMs"))
-    check_sampling(make_target, ensemble("three SSMs", made), count=3000, rows=3000)
     assert made[0].again > 1000, "two draws rarely lead to one node"
 
 

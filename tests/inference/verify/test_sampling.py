@@ -258,15 +258,16 @@ def test_the_exact_distribution_of_any_fixed_choice(k, p):
     assert (output_distribution(flat_tree(tokens, ONE_HOT), p_after) - p_after[:, 0]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("kind", [IID, WITHOUT_REPLACEMENT])
 @pytest.mark.parametrize(("q", "ids"), [([Q, Q2], None), ([REDUCED, REDUCED2], [IDS, OTHER_IDS])], ids=["all", "cut"])
-def test_the_exact_distribution_of_merged_trees(q, ids):
+def test_the_exact_distribution_of_merged_trees(kind, q, ids):
     """One draw from each of two drafters, also with different vocabularies; equal tokens become one child with both
     draws."""
     out, p_after = torch.zeros(5, dtype=torch.float64), torch.tensor(P, dtype=torch.float64).expand(1, 3, -1)
     each = [[*zip(own, probabilities, strict=True)] for own, probabilities in zip(ids or [ALL, ALL], q, strict=True)]
     for (a, of_a), (b, of_b) in itertools.product(*each):
         child, wide = torch.tensor([[1, 1 if a == b else 2]]), torch.tensor(q, dtype=torch.float64)
-        tree = flat_tree(torch.tensor([[a, b]]), IID, wide, [0, 1], child, ids)
+        tree = flat_tree(torch.tensor([[a, b]]), kind, wide, [0, 1], child, ids)
         out += of_a * of_b * output_distribution(tree, p_after)[0]
     assert (out - p_after[0, 0]).abs().max() < 1e-12
 

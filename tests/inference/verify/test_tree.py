@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.inference.verify.tree import StaticTree, Topology, bitsets, chain, read_tree
+from draftsmith.inference.verify.tree import StaticTree, Topology, chain, read_tree
 from draftsmith.kernels.tree_attention import ancestor_mask
 
 PATHS = [[1], [0], [0, 0], [1, 0], [0, 2], [0, 0, 1], [0, 0, 0]]
@@ -129,6 +129,6 @@ def test_static_tree():
     assert tree.parent.tolist() == [topology.parents] * 2 and tree.parent.dtype == torch.int32
     assert tree.depth.tolist() == [topology.depths] * 2
     assert bool(tree.valid.all()) and tree.valid.shape == (2, 8)
-    assert torch.equal(
-        ancestor_mask(tree.ancestors, 8), ancestor_mask(bitsets(topology.parents)[None].expand(2, -1, -1), 8)
-    )
+    paths = [(), *topology.paths]
+    wanted = [[path[: len(above)] == above for above in paths] for path in paths]
+    assert tree.mask.tolist() == ancestor_mask(tree.ancestors, 8).tolist() == [wanted] * 2
