@@ -13,7 +13,7 @@ PRODUCT = ("common", "data", "inference", "models", "tools", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 37_412,
+    "lines of Python in the product": 37_413,
     "lines of Python in tests": 44_457,
     "lines of Python in benchmarks": 11_344,
     "files that inference/engine/engine.py needs": 44,

@@ -146,7 +146,8 @@ class _Evaluation:
         max_new_tokens: int,
         batch_size: int,
     ) -> None:
-        self.target, self.drafters, self.prompts, self.mode = target, drafters, prompts, mode
+        self.mode: Mode = mode
+        self.target, self.drafters, self.prompts = target, drafters, prompts
         self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
         self.names = list(drafters)
 
