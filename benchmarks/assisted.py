@@ -12,11 +12,11 @@ text differs. τ is the committed tokens of a step, the bonus token included.
 import argparse
 from typing import Any
 
-from draftsmith.benchmarks.options import check_options, list_option, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_options, chosen, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import choose_device
-from draftsmith.models.stored import known_folder
 
 OURS, PLAIN, ASSISTED, GENERATE = "draft_model", "plain", "assisted", "generate"
 
@@ -42,7 +42,8 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.common import decoding
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -54,17 +55,12 @@ from draftsmith.models.target import Target, load_target
 
 def methods_of(target: Target, draft: Target, expansion: list[int], max_new_tokens: int) -> dict[str, Method]:
     """The four methods by name; one prompt at a time."""
-    decoders = {
-        OURS: SpeculativeDecoder(target, DraftModelDrafter(draft, target, expansion)),
-        PLAIN: SpeculativeDecoder(target),
+    return {
+        OURS: decoding(SpeculativeDecoder(target, DraftModelDrafter(draft, target, expansion)), max_new_tokens),
+        PLAIN: decoding(SpeculativeDecoder(target), max_new_tokens),
+        ASSISTED: transformers_method(target, max_new_tokens, assistant_model=draft.model),
+        GENERATE: transformers_method(target, max_new_tokens),
     }
-    methods: dict[str, Method] = {
-        name: lambda prompts, decoder=decoder: decoder.generate(prompts, max_new_tokens, batch_size=1)
-        for name, decoder in decoders.items()
-    }
-    methods[ASSISTED] = transformers_method(target, max_new_tokens, assistant_model=draft.model)
-    methods[GENERATE] = transformers_method(target, max_new_tokens)
-    return methods
 
 
 def compare(timed: dict[str, Timed]) -> dict[str, dict[str, Any]]:

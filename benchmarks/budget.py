@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import elapsed, load_for, take_turns, with_interval
+from draftsmith.benchmarks.common import by_kind, elapsed, load_for, take_turns, with_interval
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
@@ -66,8 +66,7 @@ def groups_of(prompts: Sequence[list[int]], kinds: Sequence[str], rows: int) -> 
     """Kind and prompts' numbers of what is decoded together: of one kind each, repeated where they are fewer than the
     rows of a batch."""
     groups = []
-    for kind in sorted({*kinds}):
-        own = [number for number, each in enumerate(kinds) if each == kind]
+    for kind, own in sorted(by_kind(kinds).items()):
         size = max(rows, 2)
         own = (own * -(-size // len(own)))[: max(size, len(own) // size * size)]
         groups += [(kind, own[first : first + size]) for first in range(0, len(own), size)]

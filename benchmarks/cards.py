@@ -14,15 +14,14 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from draftsmith.benchmarks.servers import free_port, request, wait_for
 from draftsmith.common.command import CommandLine, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,9 +77,7 @@ def check_sglang(command: str, fields: Path = SGLANG) -> str:
 
 def serve(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Start vLLM, ask it for a text, and return how many drafts it made. Raises ValueError: it failed, or made none."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = folder / "server.log"
     words = ["bash", "-c", f"exec {command} --port {port}"]
     with log.open("w") as file:
@@ -88,23 +85,13 @@ def serve(command: str, folder: Path, environment: dict[str, str]) -> str:
             words, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
 
-    def ask(path: str, body: dict[str, object] | None = None) -> str:
-        data, kind = (None if body is None else json.dumps(body).encode()), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, kind)
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return answer.read().decode()
+    def failure() -> ValueError:
+        said = [line for line in log.read_text().splitlines() if "Error" in line]
+        return ValueError(f"it does not serve: {(said or ['no answer'])[-1].strip()}")
 
+    ask = partial(request, port)
     try:
-        ends = time.monotonic() + 60 * MINUTES
-        while True:
-            try:
-                ask("/health")
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > ends:
-                    said = [line for line in log.read_text().splitlines() if "Error" in line]
-                    raise ValueError(f"it does not serve: {(said or ['no answer'])[-1].strip()}") from None
-                time.sleep(1)
+        wait_for(port, server, failure, 60 * MINUTES)
         model = json.loads(ask("/v1/models"))["data"][0]["id"]
         ask("/v1/completions", {"model": model, "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0})
         metrics = ask("/metrics")
@@ -136,10 +123,12 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 def main() -> None:
     args = parser().parse_args()
-    from draftsmith.models.export import export, fastest_chain, open_source  # torch
-    from draftsmith.models.stored import resolve_folder
+    from draftsmith.models.files.locate import locate
+    from draftsmith.models.serving.model_card import fastest_chain  # torch
+    from draftsmith.models.serving.source import open_source
+    from draftsmith.models.serving.to_servers import export
 
-    source, target = open_source(args.drafter, args.to, args.target), str(resolve_folder(args.target).resolve())
+    source, target = open_source(args.drafter, args.to, args.target), str(locate(args.target).path.resolve())
     binary = Path(args.environment or sys.prefix).absolute() / "bin"
     environment = os.environ | {"PATH": f"{binary}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}

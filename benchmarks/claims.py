@@ -69,6 +69,7 @@ if __name__ == "__main__":
 import torch
 
 from draftsmith.benchmarks.claim_figures import Figure
+from draftsmith.benchmarks.documents import markdown_table
 from draftsmith.benchmarks.published import CLAIMS, Claim
 from draftsmith.benchmarks.tables import cell, print_table, table_of
 from draftsmith.inference.commands.terminal import console
@@ -276,7 +277,7 @@ def print_list(folder: Path) -> None:
 def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
     """One row for each claim: the paper's statement, what was tested, our judged figures, where and when, verdict."""
     columns = ("claim, paper", "published", "tested here", "ours (95 % interval)", "machine, date", "verdict")
-    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = list[Sequence[str]]()
     for claim in CLAIMS:
         own = found.get(claim.name, [])
         ours = "; ".join(map(figure_text, zip(*map(judged_of, own), strict=True))) or "–"
@@ -285,9 +286,9 @@ def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
         if claim.read is not None:
             commands = f"`python benchmarks/claims.py {claim.name}`"
         tested = " ".join(filter(None, (claim.tested, commands))) or "–"
-        row = (f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict_of(claim, own))
-        rows.append("| " + " | ".join(each.replace("|", "\\|") for each in row) + " |")
-    return "\n".join(rows)
+        verdict = verdict_of(claim, own)
+        rows.append((f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict))
+    return markdown_table(columns, rows)
 
 
 def page() -> str:

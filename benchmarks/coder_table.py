@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.benchmarks.documents import between, markdown_table
 from draftsmith.common.command import CommandLine, make_console, run_command
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.drafters.names import short_name
@@ -175,11 +176,6 @@ def setting_text(reports: Sequence[Mapping[str, Any]]) -> str:
     return whole[0].upper() + whole[1:]
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [[text.replace("|", "\\|") for text in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *cells))
-
-
 def measured(reports: Sequence[Mapping[str, Any]]) -> str:
     """The table of measured drafters."""
     if not reports:
@@ -194,7 +190,7 @@ def measured(reports: Sequence[Mapping[str, Any]]) -> str:
     heads += ["all four", "tokens that differ"]
     said = "τ (bonus token included); × plain decoding by the same engine; in brackets 95 % intervals over prompts. "
     said += f"{setting_text(reports)}. Made by `python benchmarks/coder_table.py` "
-    return f"{table(heads, rows)}\n\n{said}([how](docs/training.md#what-n-training-tokens-give))."
+    return f"{markdown_table(heads, rows)}\n\n{said}([how](docs/training.md#what-n-training-tokens-give))."
 
 
 def published() -> str:
@@ -210,26 +206,13 @@ def published() -> str:
     heads = ["target", "drafter", "setting", "training", *SETS.values(), "source"]
     return (
         "Published figures, as their authors give them: other targets, hardware, prompts and settings, so that they "
-        f"show a range and rank nothing.\n\n{table(heads, rows)}"
+        f"show a range and rank nothing.\n\n{markdown_table(heads, rows)}"
     )
 
 
 def block(reports: Sequence[Mapping[str, Any]]) -> str:
     """What stands between the markers."""
     return f"{measured(reports)}\n\n{published()}"
-
-
-def between(text: str, where: str, begins: str = BEGIN, ends: str = END) -> tuple[str, str, str]:
-    """A document before, between and after two markers.
-
-    Raises:
-        ValueError: it has none.
-    """
-    before, begin, rest = text.partition(f"{begins}\n")
-    inside, end, after = rest.partition(f"\n{ends}")
-    if not begin or not end:
-        raise ValueError(f"{where}: has no lines {begins} and {ends}; write them where the table is to stand")
-    return before + begin, inside, end + after
 
 
 def main() -> None:
@@ -247,7 +230,7 @@ def main() -> None:
         console.print(f"wrote {file.relative_to(ROOT)}", markup=False, soft_wrap=True)
     shown = block(given if args.reports and not args.keep else kept())
     for path in args.write:
-        before, _, after = between(read_text(path, "document"), str(path))
+        before, _, after = between(read_text(path, "document"), str(path), BEGIN, END)
         write_text(path, before + shown + after)
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if not args.write:

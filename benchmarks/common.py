@@ -17,9 +17,12 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.load import load_drafter
-from draftsmith.inference.measure.timing import bootstrap_interval
+from draftsmith.inference.measure.timing import Method, bootstrap_interval, with_own_seeds
+from draftsmith.inference.verify.sampling import Sampling
+from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.adapter import target_of
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import say
@@ -77,6 +80,32 @@ def answers_of(
     with ProgressBar("answers of the target", len(prompts), console, transient=True) as advance:
         answers = answer(target, prompts, max_new_tokens, batch_size, on_done=advance)
     return answers["tokens"], answers["supervised"]
+
+
+def decoding(
+    decoder: SpeculativeDecoder,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    mode: Mode = "greedy",
+    sampling: Sampling | None = None,
+) -> Method:
+    """A method to time; sampled, each prompt has a seed of its own."""
+
+    def run(prompts: list[list[int]]) -> list[Generation]:
+        seeded = None if sampling is None else with_own_seeds(sampling, prompts)
+        return decoder.generate(prompts, max_new_tokens, mode=mode, sampling=seeded, batch_size=batch_size)
+
+    return run
+
+
+def steps_of(results: Sequence[Generation]) -> list[list[int]]:
+    """Committed tokens and number of steps of each answer."""
+    return [[sum(result.accepted), len(result.accepted)] for result in results]
+
+
+def by_kind(kinds: Sequence[str]) -> dict[str, list[int]]:
+    """Numbers of the texts of each kind, in the order of their first ones."""
+    return {kind: [number for number, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
 
 
 # ---- timing and intervals

@@ -25,7 +25,7 @@ from typing import Any
 from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.drafters.names import SELECTORS, check_names
-from draftsmith.models.stored import known_folder
+from draftsmith.models.files.locate import known_folder
 
 INT8 = "int8"
 KINDS = ("books", "manuals", "passages", "values")

@@ -50,16 +50,15 @@ if __name__ == "__main__":
 
 import torch
 
-from draftsmith.benchmarks.common import load_for, ratio_of, share_of, with_interval
+from draftsmith.benchmarks.common import by_kind, decoding, load_for, ratio_of, share_of, steps_of, with_interval
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.measure.timing import with_own_seeds
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
@@ -85,11 +84,6 @@ def trees_of(name: str, drafter: Drafter, expansion: Sequence[int]) -> dict[str,
     return trees
 
 
-def columns_of(outputs: Sequence[Generation]) -> torch.Tensor:
-    """``[2, P]``: committed tokens and number of steps of each answer."""
-    return torch.tensor([[sum(o.accepted), len(o.accepted)] for o in outputs], dtype=torch.float64).t()
-
-
 def measure(
     target: Target,
     tree: Tree,
@@ -105,15 +99,15 @@ def measure(
         if temperature == 0 and method != "coupled":
             continue
         decoder = SpeculativeDecoder(target, drafter)
-        options = {"sampling": with_own_seeds(sampling, prompts), "batch_size": args.batch_size}
-        columns[method] = columns_of(decoder.generate(prompts, args.max_new_tokens, mode=mode, **options))
+        answers = decoding(decoder, args.max_new_tokens, args.batch_size, mode, sampling)(prompts)
+        columns[method] = torch.tensor(steps_of(answers), dtype=torch.float64).t()  # [2, P]
     methods: dict[str, Any] = {}
     for method, own in columns.items():
         both = torch.cat((columns["coupled"], own))
         methods[method] = with_interval(own, name="tau", interval="tau_interval")
         methods[method] |= with_interval(both, ratio_of, "coupled_over", "coupled_over_interval")
-        by_kind = {kind: own[:, [each == kind for each in kinds]].sum(-1) for kind in sorted({*kinds})}
-        methods[method]["tau_by_kind"] = {kind: round(float(share_of(total)), 4) for kind, total in by_kind.items()}
+        totals = {kind: own[:, numbers].sum(-1) for kind, numbers in sorted(by_kind(kinds).items())}
+        methods[method]["tau_by_kind"] = {kind: round(float(share_of(total)), 4) for kind, total in totals.items()}
     return methods
 
 

@@ -31,7 +31,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
+from draftsmith.benchmarks.options import (
+    check_once,
+    check_options,
+    chosen,
+    list_option,
+    machine_options,
+    prompts_option,
+)
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -78,23 +85,24 @@ from torch import Tensor, nn
 
 from draftsmith.benchmarks.common import (
     answers_of,
+    decoding,
     difference_of,
     interval_of,
     load_target_of,
     ratio_of,
     read_drafters,
+    steps_of,
     with_interval,
 )
-from draftsmith.benchmarks.tables import cell, chosen, facts_of, print_table, table_of, write_report
+from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.measure.calibrations import next_ranks, pass_time
 from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.measure.report import OTHER
 from draftsmith.inference.measure.step_costs import StepCosts, step_costs
-from draftsmith.inference.measure.timing import Method, accepted_interval, run_rounds, with_own_seeds
+from draftsmith.inference.measure.timing import Method, accepted_interval, run_rounds
 from draftsmith.inference.measure.tree_statistics import chained_ranks, coverage, matched_answers, overlap
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
@@ -119,7 +127,7 @@ def chain_shares(ranks: Tensor) -> list[dict[str, Any]]:
 
 def accepted_columns(outputs: Sequence[Outputs]) -> Tensor:
     """``[2 · len(outputs), P]``: committed tokens and number of steps, by prompt with a step."""
-    rows = [[[sum(result.accepted), len(result.accepted)] for _, result in sorted(each.items())] for each in outputs]
+    rows = [steps_of([result for _, result in sorted(each.items())]) for each in outputs]
     columns = torch.tensor(rows, dtype=torch.float64).permute(0, 2, 1).flatten(0, 1)
     return columns[:, (columns[1::2] > 0).all(0)]
 
@@ -196,7 +204,8 @@ def compare_budgets(
     for nodes in args.nodes:
         for name, ensemble in ensembles.items():
             drafters = {part: ensemble.drafter(part, target, args.expansion) for part in ensemble.models}
-            methods[f"{name} @ {nodes}"] = greedy_method(target, MergedDrafter(drafters, target, nodes), args)
+            decoder = SpeculativeDecoder(target, MergedDrafter(drafters, target, nodes))
+            methods[f"{name} @ {nodes}"] = decoding(decoder, args.max_new_tokens, args.batch_size)
     timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
     rows: dict[str, dict[str, Any]] = {name: {} for name in ensembles}
     mismatches = 0
@@ -218,11 +227,6 @@ def compare_budgets(
             if first is not outputs:
                 row |= difference_fields(outputs, first)
     return rows, mismatches
-
-
-def greedy_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
-    decoder = SpeculativeDecoder(target, drafter)
-    return lambda group: decoder.generate(group, args.max_new_tokens, batch_size=args.batch_size)
 
 
 def differing(
@@ -255,14 +259,16 @@ def compare_sampling(
     Returns:
         The figures; the number of greedy tokens that differ from the target's by more than rounding.
     """
-    ssm = next(iter(ensemble.models))
+    ssm, sampling = next(iter(ensemble.models)), Sampling(temperature=args.sampling, seed=args.seed)
     methods: dict[str, Method] = {}
+    sizes = args.max_new_tokens, args.batch_size
     for width in args.widths:
         expansion = [width if children == "w" else int(children) for children in args.pattern]
-        methods[f"greedy {width}"] = greedy_method(target, ensemble.drafter(ssm, target, expansion), args)
+        greedy = SpeculativeDecoder(target, ensemble.drafter(ssm, target, expansion))
+        methods[f"greedy {width}"] = decoding(greedy, *sizes)
         for draws in DRAWS:
-            drafter = ensemble.drafter(ssm, target, expansion, draws=draws)
-            methods[f"{draws} {width}"] = sampling_method(target, drafter, args)
+            sampled = SpeculativeDecoder(target, ensemble.drafter(ssm, target, expansion, draws=draws))
+            methods[f"{draws} {width}"] = decoding(sampled, *sizes, "mss", sampling)
     timed = run_rounds(methods, prompts, 1, [prompts[0][:8]], args.batch_size, args.seconds, kinds=kinds)
     widths: dict[str, Any] = {}
     mismatches = 0
@@ -270,7 +276,7 @@ def compare_sampling(
         outputs: dict[str, Outputs] = {name: timed[f"{name} {width}"].outputs for name in ("greedy", *DRAWS)}
         row: dict[str, Any] = {name: tau_fields(each) for name, each in outputs.items()}
         for name, each in outputs.items():
-            row[name]["accepted_by_prompt"] = [[sum(r.accepted), len(r.accepted)] for _, r in sorted(each.items())]
+            row[name]["accepted_by_prompt"] = steps_of([result for _, result in sorted(each.items())])
         row["greedy"] |= differing(target, prompts, outputs["greedy"], expected)
         mismatches += row["greedy"]["mismatches"]
         for draws in DRAWS:
@@ -281,14 +287,6 @@ def compare_sampling(
         widths[str(width)] = row
     setting = {"ssm": f"{args.folders[0]}/{ssm}", "temperature": args.sampling, **chosen(args, "pattern", "seed")}
     return setting | {"widths": widths, "published": PUBLISHED}, mismatches
-
-
-def sampling_method(target: Target, drafter: Drafter, args: argparse.Namespace) -> Method:
-    decoder = SpeculativeDecoder(target, drafter)
-    sampling = Sampling(temperature=args.sampling, seed=args.seed)
-    return lambda group: decoder.generate(
-        group, args.max_new_tokens, mode="mss", sampling=with_own_seeds(sampling, group), batch_size=args.batch_size
-    )
 
 
 def ratio_fields(columns: Tensor) -> dict[str, Any]:

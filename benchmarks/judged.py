@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.benchmarks.common import with_interval
+from draftsmith.benchmarks.common import by_kind, with_interval
 from draftsmith.data.endpoint import Server, in_threads
 from draftsmith.data.seeds import RequestFailed
 from draftsmith.inference.commands.prompts import Prompt, with_later_turns
@@ -63,7 +63,7 @@ def graded(questions: Sequence[Prompt], grades: Mapping[str, Sequence[float | st
         for number, value in zip(owner, values, strict=True):
             if isinstance(value, float):
                 sums[:, number] += torch.tensor((value, 1.0))
-        of = {"all": list(range(len(kinds)))} | {k: [n for n, each in enumerate(kinds) if each == k] for k in kinds}
+        of = {"all": list(range(len(kinds)))} | by_kind(kinds)
         row = {"name": name, "answers": len(values), "without_grade": Counter(v for v in values if isinstance(v, str))}
         rows.append(row | {"grades": {kind: with_interval(sums[:, chosen]) for kind, chosen in of.items()}})
     return rows

@@ -24,9 +24,9 @@ from typing import Any
 
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.content import check_recipe
 from draftsmith.common.files import check_folder, read_text
 from draftsmith.inference.commands.early import check_prompts
+from draftsmith.train.early import reader
 
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--recipe", default="recipes/tiny-medusa2.yaml", help="which the runs follow (%(default)s)")
@@ -39,11 +39,12 @@ PARSER.add_argument(
 )
 PARSER.add_argument("overrides", nargs="*", metavar="section.field=value", help="for every run")
 if __name__ == "__main__":
-    before_imports(PARSER, lambda args: (check_prompts(args.prompts), check_recipe(args)))
+    before_imports(PARSER, lambda args: (check_prompts(args.prompts), reader("medusa")(args)))
 
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.benchmarks.common import decoding, steps_of
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.recipe import read_recipe
 from draftsmith.inference.commands.prompts import read_prompts
@@ -51,14 +52,15 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure import report as reporting
 from draftsmith.inference.measure.lossless import check_texts
-from draftsmith.inference.measure.timing import Method, accepted_interval, run_rounds
+from draftsmith.inference.measure.timing import accepted_interval, run_rounds
 from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks, simulate
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train import folders
-from draftsmith.train.medusa import SIMULATED_NODES, MedusaRecipe
+from draftsmith.train.medusa import SIMULATED_NODES
+from draftsmith.train.sections.medusa import MedusaRecipe
 
 console = make_console()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,11 +123,8 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
     drafted = SpeculativeDecoder(target, MedusaDrafter(heads, tree, target))
     plain = SpeculativeDecoder(target)
     texts = [prompt.encode(target) for prompt in read_prompts(prompts)]
-
-    def method(decoder: SpeculativeDecoder) -> Method:
-        return lambda some: decoder.generate(some, max_new_tokens, batch_size=1)
-
-    timed = run_rounds({"drafted": method(drafted), "plain": method(plain)}, texts, rounds, texts[:1])
+    methods = {"drafted": decoding(drafted, max_new_tokens), "plain": decoding(plain, max_new_tokens)}
+    timed = run_rounds(methods, texts, rounds, texts[:1])
     results, plain_results = ([timed[name].outputs[n] for n in range(len(texts))] for name in ("drafted", "plain"))
     checked = check_texts(target, texts, [r.tokens for r in results], [r.tokens for r in plain_results])
     counted = reporting.acceptance(results, tree.max_depth)
@@ -135,7 +134,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
         "projection": heads.config.projection,
         "mean_accepted_length": counted["mean_accepted_length"],
         "mean_accepted_length_interval": accepted_interval(results),
-        "accepted_by_prompt": [[sum(each.accepted), len(each.accepted)] for each in results],
+        "accepted_by_prompt": steps_of(results),
         "mean_accepted_length_before_first_loop": counted["repetition"]["mean_accepted_length_before_first_loop"],
         "simulated_on_the_originals_text": round(simulate(tree, ranks), 4),
         "speedup": round(timed["drafted"].tokens_per_second / timed["plain"].tokens_per_second, 4),

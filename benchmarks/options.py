@@ -11,6 +11,28 @@ from draftsmith.common.files import check_file
 from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.models.options import dtype_option
 
+_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False}
+SHAPES: dict[str, dict[str, Any] | None] = {
+    "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "llama3-8b": {
+        **_LLAMA,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tiny-lm": None,  # what the bundled model's own config says
+}
+
 
 def prompts_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE.jsonl", help="as for decode.py")
@@ -54,6 +76,11 @@ def check_options(args: argparse.Namespace, *counts: str) -> None:
     if getattr(args, "seconds", None) is not None:
         check_positive("--seconds", args.seconds)
     check_file("--out", getattr(args, "out", None))
+
+
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Some options of a command, as they stand in its report."""
+    return {name: getattr(args, name) for name in names}
 
 
 def check_positive(option: str, value: float, what: str = "") -> None:

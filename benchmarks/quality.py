@@ -80,7 +80,7 @@ import torch
 from scipy.stats import binomtest
 
 from draftsmith.benchmarks import judged
-from draftsmith.benchmarks.common import interval_of
+from draftsmith.benchmarks.common import by_kind, decoding, interval_of
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.benchmarks.typical import nats_per_token
 from draftsmith.common.progress import ProgressBar
@@ -91,20 +91,9 @@ from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import report as reporting
-from draftsmith.inference.measure.timing import Method, Timed, run_rounds, speedup, speedup_fields, with_own_seeds
+from draftsmith.inference.measure.timing import Method, Timed, run_rounds, speedup, speedup_fields
 from draftsmith.inference.verify.sampling import MIN_TEMPERATURE, Sampling
 from draftsmith.models.target import Target
-
-
-def method(decoder: SpeculativeDecoder, args: argparse.Namespace, sampling: Sampling | None, lossy: bool) -> Method:
-    mode = "typical" if lossy else "greedy" if sampling is None else "sample"
-
-    def run(prompts: list[list[int]]) -> list[Generation]:
-        seeded = None if sampling is None else with_own_seeds(sampling, prompts)
-        options: dict[str, Any] = {"mode": mode, "sampling": seeded, "batch_size": args.batch_size}
-        return decoder.generate(prompts, args.max_new_tokens, **options)
-
-    return run
 
 
 def share(right: Sequence[bool]) -> dict[str, Any]:
@@ -148,8 +137,7 @@ def measured(
     if lossless:
         equal = sum(result.tokens == timed[plain].outputs[n].tokens for n, result in enumerate(results))
         found["lossless"] = {"plain": plain, "equal": equal, "texts": len(tasks)}
-    for kind in dict.fromkeys(task.kind for task in tasks):
-        numbers = [number for number, task in enumerate(tasks) if task.kind == kind]
+    for kind, numbers in by_kind([task.kind for task in tasks]).items():
         ours, theirs = ([right[each][number] for number in numbers] for each in (name, PLAIN))
         found["sets"][kind] = share(ours) | difference(ours, theirs)
     found["sets"]["all"] = share(right[name]) | difference(right[name], right[PLAIN])
@@ -226,14 +214,16 @@ def main() -> None:
     check_targets(base, loaded)
 
     lean = DECODERS[args.decoder]
-    decoders = {PLAIN: SpeculativeDecoder(base, lean=lean)}
-    methods = {PLAIN: method(decoders[PLAIN], args, sampling, False)}
-    plain_of, lossless, targets = {PLAIN: PLAIN}, set[str](), {PLAIN: base}
+    decoders: dict[str, SpeculativeDecoder] = {}
+    methods: dict[str, Method] = {}
+    plain_of, lossless, targets = dict[str, str](), set[str](), {PLAIN: base}
 
     def add(name: str, plain: str, target: Target, drafter: Any, given: Sampling | None, lossy: bool = False) -> None:
         decoders[name], plain_of[name] = SpeculativeDecoder(target, drafter, lean=lean), plain
-        methods[name] = method(decoders[name], args, given, lossy)
+        mode = "typical" if lossy else "greedy" if given is None else "sample"
+        methods[name] = decoding(decoders[name], args.max_new_tokens, args.batch_size, mode, given)
 
+    add(PLAIN, PLAIN, base, None, sampling)
     for drafter_name, (target, drafter) in loaded.items():
         name, plain = short_name(drafter_name), PLAIN
         if target.fingerprint != base.fingerprint:

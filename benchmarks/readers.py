@@ -1,4 +1,4 @@
-"""Which program reads which field of an exported config.json (models/readers.py), as a table, and by its source.
+"""Which program reads which field of an exported config.json (models/serving/readers.py): a table, and its check.
 
     python benchmarks/readers.py --write docs/export.md      # the table between its markers
     python benchmarks/readers.py                             # compare with the sources that make serve-check installed
@@ -12,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from draftsmith.benchmarks.coder_table import between
+from draftsmith.benchmarks.documents import between, markdown_table
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import read_text, write_text
-from draftsmith.models.readers import READ_BY, READERS, Reader
+from draftsmith.models.serving.readers import READ_BY, READERS, Reader
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- fields -->", "<!-- /fields -->"
@@ -30,9 +30,8 @@ def parser() -> argparse.ArgumentParser:
 
 def block() -> str:
     """The table of the document."""
-    rows = [["field", *(reader.name for reader in READERS.values())], ["---"] * (1 + len(READERS))]
-    rows += [[f"`{name}`", *("read" if key in by else "–" for key in READERS)] for name, by in READ_BY.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [[f"`{name}`", *("read" if key in by else "–" for key in READERS)] for name, by in READ_BY.items()]
+    return markdown_table(["field", *(reader.name for reader in READERS.values())], rows)
 
 
 def source_of(reader: Reader, root: Path) -> str:

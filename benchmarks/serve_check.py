@@ -95,10 +95,13 @@ from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 from draftsmith.models.eagle import EagleConfig
-from draftsmith.models.export import NO_SERVER, export, open_source
-from draftsmith.models.formats import NoPlace
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.stored import resolve_folder, save_tensors
+from draftsmith.models.serving.layouts import Unsupported
+from draftsmith.models.serving.model_card import NO_SERVER
+from draftsmith.models.serving.source import open_source
+from draftsmith.models.serving.to_servers import export
 from draftsmith.models.target import Target
 
 MODEL = "draft_model:"
@@ -258,7 +261,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     """Load a drafter with the chain that the server verifies, and export it, if it needs that. A damaged folder has a
     name of its own. Raises ValueError: it cannot be exported."""
     if name.startswith(MODEL):
-        path, chain = resolve_folder(name.removeprefix(MODEL)), f"{name}@{','.join('1' * args.tokens)}"
+        path, chain = locate(name.removeprefix(MODEL)).path, f"{name}@{','.join('1' * args.tokens)}"
         target, drafter = load_drafter(chain, target_name=args.target, dtype="float32", all_nodes=True)
         return Case(target, drafter, "draft_model", path, args.tokens)
     if name.partition(":")[0] == NGRAM:
@@ -268,7 +271,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     source = open_source(name, args.to, args.target)
     c = source.drafter.config
     if args.server == "llamacpp" and isinstance(c, EagleConfig) and c.norm_output and not c.fc_norm:
-        raise NoPlace(
+        raise Unsupported(
             "it has norm_output without fc_norm, which llama.cpp's converter leaves out without a word, and then "
             "drafts with another model"
         )
@@ -304,7 +307,7 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         "server": args.server,
         "environment": str(args.environment.absolute()),
         "scratch": str(scratch),
-        "target": str(resolve_folder(target.name).resolve()),
+        "target": str(locate(target.name).path.resolve()),
         "target_name": f"target-{target.fingerprint[:16]}",
         "method": None,
         "drafter": None if case.model is None else str(case.model.resolve()),
@@ -382,7 +385,7 @@ def main() -> None:
         try:
             found = check_one(name, args, plain_of)
         except ValueError as error:
-            refused = isinstance(error, NoPlace)
+            refused = isinstance(error, Unsupported)
             left_out.append(f"{name}: {'not exported: ' if refused else ''}{error}")
             say(left_out[-1])
             verdicts += [] if refused else [False]

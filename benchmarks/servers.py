@@ -15,6 +15,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,35 @@ def vllm(job: dict[str, Any]) -> Server:
     return f"vllm {module.__version__}", decode, counts
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def request(port: int, path: str, body: dict[str, Any] | None = None) -> str:
+    """The text that a server on this machine answers; ``body`` is sent as JSON."""
+    data, kind = (None if body is None else json.dumps(body).encode()), {"Content-Type": "application/json"}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, kind)
+    with urllib.request.urlopen(asked, timeout=600) as answer:
+        return answer.read().decode()
+
+
+def wait_for(
+    port: int, server: "subprocess.Popen[Any]", failure: Callable[[], Exception], seconds: float = float("inf")
+) -> None:
+    """Wait until a server is ready. Raises what ``failure`` returns: it has ended, or takes longer."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            request(port, "/health")
+            return
+        except OSError:
+            if server.poll() is not None or time.monotonic() > ends:
+                raise failure() from None
+            time.sleep(0.2)
+
+
 # llama.cpp's converter, also for tokenizers that it does not know: the prompts are ids.
 GGUF = """
 import runpy, sys
@@ -86,10 +116,17 @@ def llamacpp(job: dict[str, Any]) -> Server:
         return converted(job, f"{name}.gguf", lambda out: [*script, "--outfile", out])
 
     target = gguf(job["target"], job["target_name"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = [str(source / "build/bin/llama-server"), "-m", target, "--host", "127.0.0.1", "--port", port, "--metrics"]
+    port = free_port()
+    words = [
+        str(source / "build/bin/llama-server"),
+        "-m",
+        target,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--metrics",
+    ]
     words += ["-c", str(job["context"]), "-np", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-fit", "off"]
     if job["method"] == "ngram":
         words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(job["match"][0])]
@@ -105,19 +142,8 @@ def llamacpp(job: dict[str, Any]) -> Server:
     server = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT)
     atexit.register(server.kill)
 
-    def ask(path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=600) as answer:
-            return answer.read().decode()
-
-    while True:
-        try:
-            ask("/health")
-            break
-        except OSError:
-            if server.poll() is not None:
-                raise RuntimeError(said(log.read_text())) from None
-            time.sleep(0.2)
+    ask = partial(request, port)
+    wait_for(port, server, lambda: RuntimeError(said(log.read_text())))
 
     def decode(prompt: list[int]) -> dict[str, Any]:
         body = {"prompt": prompt, "n_predict": job["max_new_tokens"], "temperature": 0, "cache_prompt": False}

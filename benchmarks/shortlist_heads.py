@@ -30,13 +30,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, machine_options, prompts_option
+from draftsmith.benchmarks.options import check_once, check_options, chosen, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.drafters.names import check_names, short_name
+from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import choose_device
-
-WHOLE = "whole LM head"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,7 +60,6 @@ if __name__ == "__main__":
 import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -70,8 +67,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.benchmarks.common import answers_of, elapsed, load_target_of, read_drafters, take_turns, with_interval
-from draftsmith.benchmarks.tables import GREY, cell, chosen, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.common import answers_of, by_kind, elapsed, load_target_of, read_drafters, take_turns
+from draftsmith.benchmarks.shortlist_figures import STATISTICS, WHOLE, Found, figures, plot, print_methods
+from draftsmith.benchmarks.tables import facts_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -80,13 +78,7 @@ from draftsmith.inference.drafters.dynaspec import PART, read_parts
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router
 from draftsmith.inference.measure.report import OTHER
 from draftsmith.inference.measure.rollouts import Drafts, open_eagle_drafts
-from draftsmith.inference.measure.tree_statistics import (
-    MAX_RANK,
-    best_tree,
-    draft_labels,
-    ensemble_depths,
-    simulate_depths,
-)
+from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, draft_labels
 from draftsmith.inference.trees.by_level import Layout
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.kernels.linear import apply_linear
@@ -96,9 +88,7 @@ from draftsmith.models.target import Target
 TEXTS = 4  # that the drafter reads at once
 ENTRIES = 1 << 23  # of a matrix of nodes by vocabulary that are in memory at once
 TIMED, ROUNDS = 8, 5  # prompts of each kind whose head time is measured, at most; rounds over each
-STATISTICS = ("acceptance", "top1", "top10", "tokens", "labels")  # of a node
 FACTS = ("draftsmith_version", "target")  # of a config, not the drafter's shape
-MARKERS = "osD^vP*Xhd<>"  # of the plot, by kind of text
 
 Heads = Mapping[str, ShortlistHead | None]  # method → its shortlists; None: the whole LM head
 
@@ -217,20 +207,6 @@ def keep(lists: Iterable[Tensor | None], logits: Tensor, p: Tensor, label: Tenso
         yield torch.stack([part.double() for part in found]), rank
 
 
-@dataclass(frozen=True)
-class Found:
-    """What the methods keep, by prompt.
-
-    nodes: ``[S, K]`` float64, nodes that have a label.
-    sums: method → ``[5, S, K]`` float64, :data:`STATISTICS` summed over these nodes.
-    ranks: method → ``[S, T, K]`` int64 as :func:`draftsmith.inference.measure.tree_statistics.head_ranks`.
-    """
-
-    nodes: Tensor
-    sums: dict[str, Tensor]
-    ranks: dict[str, Tensor]
-
-
 @torch.inference_mode()
 def measure_lists(
     target: Target,
@@ -343,117 +319,6 @@ def time_heads(target: Target, drafts: Drafts, heads: Heads, drawn: Sequence[Lev
     return seconds
 
 
-# ---- figures
-
-
-def steps_of(tree: Topology, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """Committed tokens and steps of each prompt's simulation, ``[S]`` float64; ``ranks``: ``[S, T, K]``. Each text has
-    one answer, of which every token from the first draft's on is committed once."""
-    begins, accepted = ranks[..., 0] >= 0, ensemble_depths((tree,), ranks[:, :, None])
-    tokens = begins.sum(1).double()
-    tau = [simulate_depths(accepted[n : n + 1], begins[n : n + 1]) for n in range(len(ranks))]
-    return tokens, (tokens / torch.tensor(tau, dtype=torch.float64).clamp(min=1)).round()
-
-
-def rounded(value: Tensor) -> float | None:
-    """To four decimals; None for NaN, the share of nothing."""
-    return None if value.isnan() else round(float(value), 4)
-
-
-def ratio(value: Tensor, base: Tensor) -> dict[str, Any]:
-    """Σ value / Σ base, both ``[S]``, with its interval."""
-    return with_interval(torch.stack((value, base)))
-
-
-def depth_mean(sums: Tensor, nodes: Tensor) -> dict[str, Any]:
-    """The mean over the depths of Σ sums / Σ nodes, both ``[S, K]``, with its interval; a depth without nodes is left
-    out."""
-    columns, depths = torch.cat((sums, nodes), 1).t(), nodes.shape[1]
-
-    def mean(total: Tensor) -> Tensor:
-        return (total[:depths] / total[depths:]).nanmean(0)
-
-    return with_interval(columns, mean)
-
-
-def figures(found: Found, tree: Topology, seconds: Tensor, timed: Sequence[int], numbers: Sequence[int]) -> Any:
-    """The methods' figures on the prompts with some numbers.
-
-    Args:
-        seconds: ``[methods, texts]`` of :func:`time_heads`; ``timed``: numbers of these prompts.
-    """
-    nodes, rows = found.nodes[numbers], dict[str, Any]()
-    some = [place for place, number in enumerate(timed) if number in set(numbers)]
-    _, whole_steps = steps_of(tree, found.ranks[WHOLE][numbers])
-    for name, times in zip(found.sums, seconds[:, some], strict=True):
-        sums = dict(zip(STATISTICS, found.sums[name][:, numbers], strict=True))
-        tokens, steps = steps_of(tree, found.ranks[name][numbers])
-        by_depth = {field: each.sum(0) / nodes.sum(0) for field, each in sums.items()}
-        rows[name] = {
-            "tau": ratio(tokens, steps),
-            "tau_over_whole": ratio(whole_steps, steps),
-            "acceptance_at_depth_0": ratio(sums["acceptance"][:, 0], nodes[:, 0]),
-            **{field: depth_mean(each, nodes) for field, each in sums.items()},
-            "by_depth": {field: [rounded(value) for value in values] for field, values in by_depth.items()},
-            "head_seconds": round(float(times.mean()), 7) if some else None,
-            "head_over_whole": ratio(times, seconds[0, some]) if some else None,
-        }
-    return {"prompts": len(numbers), "positions": int(nodes[:, 0].sum()), "methods": rows}
-
-
-def _cell(fields: dict[str, Any] | None, form: str = ".2f") -> str:
-    """A figure, its interval below it."""
-    return cell(fields["value"], fields["interval"], form).replace(" (", "\n(") if fields else "–"
-
-
-def _percent(values: Sequence[float | None]) -> str:
-    return " ".join("–" if value is None else f"{100 * value:.0f}" for value in values)
-
-
-def print_methods(title: str, found: dict[str, Any]) -> None:
-    """The methods by rows."""
-    kept = ("one draw,\ndepth 0", "mean over\ndepths", "recall, %, by depth:\n@1, below it @10", "tokens", "labels")
-    table = table_of("list", "τ", "τ / whole", *kept, "head, ms", "head /\nwhole")
-    for name, row in found["methods"].items():
-        recall = [_percent(row["by_depth"][field]) for field in ("top1", "top10")]
-        tokens, labels = row["tokens"]["value"], row["labels"]["value"]
-        table.add_row(
-            WHOLE if name == WHOLE else short_name(name),
-            _cell(row["tau"]),
-            _cell(row["tau_over_whole"], ".3f") if name != WHOLE else "1",
-            _cell(row["acceptance_at_depth_0"], ".3f"),
-            _cell(row["acceptance"], ".3f"),
-            "\n".join(recall) if name != WHOLE else "",
-            cell(tokens, form=",.0f"),
-            cell(labels, form=".3f"),
-            f"{row['head_seconds'] * 1e3:.2f}" if row["head_seconds"] else "–",
-            _cell(row["head_over_whole"]) if name != WHOLE else "1",
-        )
-    count = found["prompts"]
-    print_table(table, f"\n{title}: {count} prompt{'s' * (count != 1)}, {found['positions']:,} positions")
-
-
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Plot τ / τ of the whole LM head over the mean number of tokens, a point for each folder and kind of text."""
-    with picture(path, 8, 4.8, legend_beside=True) as (axes,):
-        for number, (kind, part) in enumerate((found["kinds"] or {"all": found["all"]}).items()):
-            marker = MARKERS[number % len(MARKERS)]
-            axes.plot([], [], marker, color="#5a6270", label=kind)
-            for place, name in enumerate(found["folders"]):
-                row = part["methods"][name]
-                size, kept = row["tokens"]["value"], row["tau_over_whole"]
-                if size is None or kept["value"] is None:
-                    continue
-                low, high = kept["interval"] or (kept["value"], kept["value"])
-                reach = [[max(0, kept["value"] - low)], [max(0, high - kept["value"])]]
-                axes.errorbar(size, kept["value"], reach, fmt=marker, color=f"C{place}", capsize=2, alpha=0.85)
-        for place, name in enumerate(found["folders"]):
-            axes.plot([], [], "-", color=f"C{place}", linewidth=3, label=short_name(name))
-        axes.axhline(1, color=GREY, linewidth=1)
-        axes.set_xlabel(f"mean tokens in the list, of {found['outputs']:,}")
-        axes.set_ylabel("simulated τ / whole LM head's, 95 % interval")
-
-
 # ---- the command
 
 
@@ -489,12 +354,12 @@ def main() -> None:
     tree = best_tree(found.ranks[WHOLE], args.nodes)
     tree = tree if tree.paths else Topology(((0,),))
 
-    by_kind = {kind: [n for n, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
+    of_kind = by_kind(kinds)
     runs = Layout(tree).runs
     widths = [max(1, runs[depth]) if depth < len(runs) else 1 for depth in range(args.depths)]
     generator = torch.Generator().manual_seed(args.seed)
     drawn = dict[int, Levels]()  # by prompt
-    for numbers in by_kind.values():
+    for numbers in of_kind.values():
         for place in torch.randperm(len(numbers), generator=generator)[:TIMED].tolist():
             row = slice(numbers[place], numbers[place] + 1)
             nodes = draw_nodes(target, drafts, tokens[row], supervised[row], widths, generator)
@@ -514,7 +379,7 @@ def main() -> None:
         "timed_nodes": widths,
         "timed_prompts": len(drawn),
         "all": figures_of(range(len(prompts))),
-        "kinds": {kind: figures_of(numbers) for kind, numbers in by_kind.items()} if len(by_kind) > 1 else {},
+        "kinds": {kind: figures_of(numbers) for kind, numbers in of_kind.items()} if len(of_kind) > 1 else {},
     }
     for kind, part in report["kinds"].items():
         print_methods(kind, part)

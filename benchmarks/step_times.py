@@ -23,44 +23,18 @@ Shape letters: B rows, L cached tokens of each, N nodes, A depth of the deepest 
 
 import argparse
 import functools
-import gc
-import heapq
 import itertools
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from draftsmith.benchmarks.options import check_options, machine_options
+from draftsmith.benchmarks.options import SHAPES, check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, choose_device, decoder_option
-from draftsmith.models.stored import known_folder, local_folder
 
-Projection = Literal["own", "shared"]
-_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "tie_word_embeddings": False}
-SHAPES: dict[str, dict[str, Any] | None] = {
-    "llama2-7b": {**_LLAMA, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
-    "llama3-8b": {
-        **_LLAMA,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-    },
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "tiny-lm": None,  # what the bundled model's own config says
-}
-ACCURACY = 0.55  # probability p that a head's best token is right in the trees of :func:`grow_tree`
-MAX_RANK = 10  # ranks per head, as many as calibration looks at
 PHASES = ("draft", "verify", "accept", "commit", "other")
 TURN = 5  # steps in a row before the next tree has its turn
 
@@ -91,16 +65,24 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     before_imports(parser(), lambda args: args.target and known_folder(args.target))
 
-import psutil
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from draftsmith.benchmarks import kernel_times
-from draftsmith.benchmarks.floors import STEP_LAUNCHES, Device, Work
-from draftsmith.benchmarks.kernel_times import quantiles
+from draftsmith.benchmarks import kernel_timing
+from draftsmith.benchmarks.floors import Device
+from draftsmith.benchmarks.kernel_timing import quantiles
+from draftsmith.benchmarks.shapes import (
+    check_fits,
+    config_of,
+    dtype_of_shape,
+    grow_tree,
+    random_heads,
+    random_target,
+    release,
+    totals,
+    works_of_step,
+)
 from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_file, write_json, write_text
 from draftsmith.inference.commands.terminal import console
@@ -109,121 +91,16 @@ from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
 from draftsmith.inference.engine.step import Step, capacity_for
 from draftsmith.inference.measure.timing import PhaseTimes
-from draftsmith.inference.verify.tree import MAX_NODES, Ranks, Topology
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
+from draftsmith.inference.verify.tree import MAX_NODES, Topology
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.precision import matmul_rate, say
 from draftsmith.models.target import Target, load_target
-
-
-def release() -> None:
-    """Free memory that is no longer in use."""
-    gc.collect()  # a cache and its layers refer to each other
-    torch.cuda.empty_cache()  # does nothing without a GPU
-
-
-def check_fits(needed: int, device: torch.device) -> None:
-    """Check that ``needed`` bytes of the device's memory are free. Raises MemoryError: fewer are."""
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-    if needed > free:
-        raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
-
-
-def config_of(name: str) -> LlamaConfig:
-    """
-    Raises:
-        ValueError: there is no such shape in :data:`SHAPES`.
-    """
-    if name not in SHAPES:
-        raise ValueError(f"--shape {name}: unknown; use {', '.join(SHAPES)}")
-    shape, bundled = SHAPES[name], local_folder("models/tiny-lm")
-    assert shape is not None or bundled is not None, "the bundled model is missing"
-    return LlamaConfig(**shape) if shape else LlamaConfig.from_pretrained(str(bundled))
-
-
-def random_target(name: str, positions: int, dtype: torch.dtype, device: torch.device) -> Target:
-    """A target of a shape of :data:`SHAPES` with random weights, made on the device, for so many positions."""
-    config = config_of(name)
-    config.max_position_embeddings = positions
-    with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
-    check_fits(size * dtype.itemsize, device)
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return Target(model, None, name, "")
-
-
-def random_heads(target: Target, count: int, projection: Projection) -> MedusaHeads:
-    """Medusa heads of one layer with random weights in the target's dtype."""
-    own = target.vocab_size if projection == "own" else 0
-    check_fits(count * target.hidden_size * (target.hidden_size + own) * target.dtype.itemsize, target.device)
-    with target.device:
-        config = MedusaConfig(count, 1, projection, target.hidden_size, target.vocab_size)
-        heads = MedusaHeads(config, target.dtype).requires_grad_(False)
-    for weight in heads.parameters():
-        weight.normal_(std=0.02)
-    return heads
-
-
-def grow_tree(nodes: int, heads: int) -> Topology:
-    """The best tree of ``nodes`` nodes, root included, if each head's token of rank r is right with probability p · (1
-    − p)^r, p = :data:`ACCURACY`, independently of the others: much like the trees that calibration finds. Raises
-    ValueError: there are fewer paths."""
-    paths: list[Ranks] = []
-    waiting: list[tuple[float, Ranks]] = [(-ACCURACY, (0,))]  # (minus the probability, path); a parent comes first
-    while len(paths) < nodes - 1:
-        if not waiting:
-            raise ValueError(
-                f"--nodes {nodes}: {heads} heads give trees of at most {len(paths) + 1} nodes; raise --heads"
-            )
-        negative, path = heapq.heappop(waiting)
-        paths.append(path)
-        if len(path) < heads:
-            heapq.heappush(waiting, (negative * ACCURACY, (*path, 0)))
-        if path[-1] + 1 < MAX_RANK:
-            heapq.heappush(waiting, (negative * (1 - ACCURACY), (*path[:-1], path[-1] + 1)))
-    return Topology(tuple(paths))
-
-
-def works_of_step(
-    target: Target, heads: MedusaHeads | None, topology: Topology, batch: int, context: int
-) -> list[Work]:
-    """The least work of a dense target's step: its products, its attention, and the draft heads.
-
-    Every weight is read once, but embedding tables, which are not read, and the LM head that draft heads share: they
-    wait for the target's best tokens, so that they read it again. The target's matrices are multiplied with every node,
-    those of the heads with one hidden state per row; nodes attend to the prefix and their ancestors. Launches: the
-    kernels of a greedy step without drafting.
-    """
-    tables = {id(module.weight) for module in target.decoder.modules() if isinstance(module, nn.Embedding)}
-    weights = [w for w in target.decoder.parameters() if id(w) not in tables] + list(target.lm_head.parameters())
-    products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
-    # If some layers have a sliding window, all are counted with it: a lower bound.
-    seen = min(context, getattr(target.config, "sliding_window", None) or context)
-    keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
-    cached = sum(2 * batch * seen * kv_heads * width for kv_heads, width in target.kv_shapes)
-    scores = sum(2 * batch * keys * target.config.num_attention_heads * width for _, width in target.kv_shapes)
-    (per_layer, around), size = STEP_LAUNCHES, target.dtype.itemsize
-    launches = per_layer * len(target.kv_shapes) + around
-    works = [Work(size * sum(w.numel() for w in weights), 2 * products, launches), Work(size * cached, 2 * scores)]
-    used = topology.max_depth  # further heads are not run
-    if heads is not None and used:
-        head = target.vocab_size * target.hidden_size
-        blocks, read = heads.weight[:, :used].numel(), head * (1 if heads.projection is None else used)
-        read += blocks + heads.bias[:, :used].numel()
-        works.append(Work(size * read, 2 * batch * (blocks + used * head)))
-    return works
-
-
-def totals(works: Sequence[Work]) -> tuple[int, int]:
-    """The bytes that a step reads at least, and its multiply-adds · 2."""
-    return int(sum(work.moved for work in works)), int(sum(work.operations for work in works))
 
 
 def measure_device(device: torch.device, dtype: torch.dtype, bytes_read: int) -> Device:
     """Measured limits of the device. A CPU copies as many bytes as a step reads, since some stay in its caches."""
     if device.type == "cuda":
-        return kernel_times.measure_device(dtype)
+        return kernel_timing.measure_device(dtype)
     source = torch.ones(min(max(bytes_read // 2, 1 << 16), 1 << 28), dtype=torch.uint8)
     into = torch.empty_like(source)
     copy = min(timeit.repeat(lambda: into.copy_(source), number=1, repeat=8))
@@ -353,7 +230,7 @@ class Case:
         self.reset()
         call = functools.partial(self.step.cache.commit, path, length)
         if self.device.type == "cuda":
-            return moves[node], kernel_times.seconds([call])[0]
+            return moves[node], kernel_timing.seconds([call])[0]
         return moves[node], quantiles(timeit.repeat(call, number=1, repeat=count))[0]
 
 
@@ -515,10 +392,7 @@ def main() -> None:
     torch.manual_seed(0)
     name = args.dtype
     if args.shape:
-        chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
-        name = chosen.value
-        for line in describe(device, chosen):
-            say(line)
+        name = dtype_of_shape(args.dtype, device)
     trees = 1 + len(args.projection) * len(set(args.nodes) - {1})
     planned = len(args.shape or [args.target]) * len(args.batches) * len(args.contexts) * trees  # rows
     facts = facts_of(__file__, device) | {"dtype": name, "draft_heads": args.heads, "repeat": args.repeat}

@@ -1,6 +1,5 @@
 """Tables, pictures and files of figures of the measuring commands."""
 
-import argparse
 import importlib.util
 import shlex
 import sys
@@ -54,11 +53,6 @@ def facts_of(file: str, measured: Target | torch.device) -> dict[str, Any]:
     return facts | {"device": device_name(measured), "versions": versions()}
 
 
-def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Some options of a command, as they stand in its report."""
-    return {name: getattr(args, name) for name in names}
-
-
 def write_report(file: Path, facts: dict[str, Any], plot: Callable[[dict[str, Any], Path], None] | None = None) -> None:
     """Write figures, and their picture beside them, and say so."""
     write_json(file, facts)
@@ -69,6 +63,14 @@ def write_report(file: Path, facts: dict[str, Any], plot: Callable[[dict[str, An
         plot(facts, file.with_suffix(".png"))
         said += f" and {file.with_suffix('.png')}"
     console.print(said, markup=False, soft_wrap=True)
+
+
+def error_bars(axes: Any, points: Sequence[tuple[float, float, Sequence[float] | None]], **options: Any) -> None:
+    """Plot (x, value, interval); a point without an interval has no bar."""
+    bounds = [interval or (value, value) for _, value, interval in points]
+    below = [max(0.0, value - low) for (_, value, _), (low, _) in zip(points, bounds, strict=True)]
+    above = [max(0.0, high - value) for (_, value, _), (_, high) in zip(points, bounds, strict=True)]
+    axes.errorbar([x for x, *_ in points], [value for _, value, _ in points], [below, above], **options)
 
 
 @contextmanager

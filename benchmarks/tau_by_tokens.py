@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options
+from draftsmith.benchmarks.options import check_once, check_options, chosen, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_file
 from draftsmith.inference.commands.early import check_prompts
@@ -95,8 +95,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.benchmarks.common import load_target_of, with_interval
-from draftsmith.benchmarks.tables import cell, chosen, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.common import by_kind, load_target_of, with_interval
+from draftsmith.benchmarks.documents import markdown_table
+from draftsmith.benchmarks.tables import cell, error_bars, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
@@ -237,8 +238,7 @@ def conditional(accepted: Tensor, labelled: Tensor, places: Sequence[Sequence[in
 def measure(ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology, ...]]) -> dict[str, Any]:
     """By form and kind of text: τ, its interval, and (committed tokens, steps) of each prompt; of the longest chain,
     acceptance by position."""
-    begins, sets = ranks[:, :, 0, 0] >= 0, list(dict.fromkeys(kinds))
-    of_set = {ALL: range(len(kinds))} | {name: [n for n, kind in enumerate(kinds) if kind == name] for name in sets}
+    begins, of_set = ranks[:, :, 0, 0] >= 0, {ALL: list(range(len(kinds)))} | by_kind(kinds)
     taus: dict[str, Any] = {}
     positions: dict[str, Any] = {}
     for form, trees in forms.items():
@@ -262,7 +262,7 @@ def measure(ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology
         for how, places in inside.items():
             counts = conditional(accepted, labelled, places)
             positions[how] = {
-                name: [with_interval(k[:, list(numbers)]) | {"count": int(k[1, list(numbers)].sum())} for k in counts]
+                name: [with_interval(k[:, numbers]) | {"count": int(k[1, numbers].sum())} for k in counts]
                 for name, numbers in of_set.items()
             }
     return {"tau": taus, "acceptance_by_position": positions}
@@ -302,25 +302,16 @@ def position_rows(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        return "\n".join("| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows))
-
     said = f"{Path(found['target']['name_or_path']).name}, {found['dtype']}, {found['device']}: {found['prompts']} "
     said += f"prompts, greedy answers of at most {found['max_new_tokens']} tokens; 95 % intervals over prompts."
     return (
-        f"τ, simulated. {said}\n\n{table(*rows_of(found))}\n\nAcceptance of a chain's k-th draft where all before it "
-        f"were accepted, over all sets: in the chain's steps, and at all positions of the texts.\n\n"
-        f"{table(*position_rows(found))}\n"
+        f"τ, simulated. {said}\n\n{markdown_table(*rows_of(found))}\n\nAcceptance of a chain's k-th draft where all "
+        f"before it were accepted, over all sets: in the chain's steps, and at all positions of the texts.\n\n"
+        f"{markdown_table(*position_rows(found))}\n"
     )
 
 
-def draw(axis: Any, points: Sequence[tuple[float, float, Sequence[float] | None]], label: str) -> None:
-    """A line through (x, value, interval), with the intervals."""
-    bounds = [interval or (value, value) for _, value, interval in points]
-    below = [max(0.0, value - low) for (_, value, _), (low, _) in zip(points, bounds, strict=True)]
-    over = [max(0.0, high - value) for (_, value, _), (_, high) in zip(points, bounds, strict=True)]
-    places, values = [x for x, _, _ in points], [value for _, value, _ in points]
-    axis.errorbar(places, values, [below, over], marker="o", markersize=4, capsize=3, linewidth=1.5, label=label)
+LINE: dict[str, Any] = {"marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.5}  # of the picture
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
@@ -340,7 +331,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
                     points = [(row["tokens"], row["tau"][form][name]) for row in rows if form in row["tau"]]
                     points = [(tokens, each["tau"], each["interval"]) for tokens, each in points if each["tau"]]
                     highest = max([highest, *(max(tau, *(bounds or [tau])) for _, tau, bounds in points)])
-                    draw(axis, points, form)
+                    error_bars(axis, points, label=form, **LINE)
                 axis.set_xscale("log")
                 axis.set_xticks(ticks, [tokens_text(each) for each in ticks])
                 axis.minorticks_off()
@@ -354,7 +345,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
             for row in rows:
                 values = list(enumerate(row["acceptance_by_position"]["in_steps"][ALL], 1))
                 points = [(k, each["value"], each["interval"]) for k, each in values if each["value"] is not None]
-                draw(last, points, tokens_text(row["tokens"]))
+                error_bars(last, points, label=tokens_text(row["tokens"]), **LINE)
             last.set_xticks(range(1, 1 + max(len(row["acceptance_by_position"]["in_steps"][ALL]) for row in rows)))
             last.set_ylim(0, 1.02)
             last.set_title(f"{family}: acceptance of draft k\nwhere all before it were", fontsize=10)

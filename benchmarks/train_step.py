@@ -41,16 +41,17 @@ import torch
 from torch import nn
 
 from draftsmith.benchmarks.common import elapsed
-from draftsmith.benchmarks.step_times import config_of, random_target
+from draftsmith.benchmarks.shapes import config_of, dtype_of_shape, random_target
 from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.sections import Batch, Optim
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.precision import choose_dtype, describe, matmul_rate, say
+from draftsmith.models.precision import matmul_rate
 from draftsmith.models.target import Target
-from draftsmith.train.joint import Joint, add_adapters
-from draftsmith.train.medusa import Medusa1, Medusa2, MedusaStage
+from draftsmith.train.joint import add_adapters
+from draftsmith.train.medusa import Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.sections.medusa import Joint, MedusaStage
 
 
 def operations(target: Target, module: Medusa1, positions: int) -> float:
@@ -124,10 +125,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     config_of(args.shape)
     device = torch.device(choose_device(args.device))
-    chosen = choose_dtype(args.dtype, device, lambda: "bfloat16")
-    for line in describe(device, chosen):
-        say(line)
-    args.dtype = chosen.value  # what the report says
+    args.dtype = dtype_of_shape(args.dtype, device)  # what the report says
     results: list[dict[str, Any]] = []
     shape = {name: value for name, value in vars(args).items() if name != "out"}
     facts = facts_of(__file__, device) | {"shape": shape, "results": results}

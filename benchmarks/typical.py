@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, list_option, prompts_option
+from draftsmith.benchmarks.options import check_once, chosen, list_option, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
@@ -55,8 +55,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from draftsmith.benchmarks.common import difference_of, with_interval
-from draftsmith.benchmarks.tables import cell, chosen, facts_of, picture, print_table, table_of, write_report
+from draftsmith.benchmarks.common import difference_of, steps_of, with_interval
+from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
@@ -136,7 +136,7 @@ def sweep(decoder: SpeculativeDecoder, prompts: list[list[int]], args: argparse.
                 "tokens_per_second": round(counted["new_tokens"] / statistics.median(seconds[name]), 2),
                 "mean_accepted_length": counted["mean_accepted_length"],
                 "mean_accepted_length_interval": accepted_interval(results[name]),
-                "accepted_by_prompt": [[sum(each.accepted), len(each.accepted)] for each in results[name]],
+                "accepted_by_prompt": steps_of(results[name]),
                 **with_interval(nats[name], name="nats_per_token", interval="nats_per_token_interval"),
                 **with_interval(
                     torch.cat((nats[name], nats["sampling"])), difference_of, "nats_difference", "nats_interval"

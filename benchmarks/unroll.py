@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.benchmarks.common import elapsed, interval_of, take_turns
-from draftsmith.benchmarks.step_times import config_of
+from draftsmith.benchmarks.shapes import config_of
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.models import eagle as models

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 # Before torch is imported: large tensors on a CPU go into huge pages where Linux allows it, since a pass over a model's
 # weights otherwise waits for address translation.
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # --help needs none of it
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
 _UNUSABLE = (*_FORBIDDEN, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
+T = TypeVar("T")
 _INTERRUPTED = "interrupted; files already written are whole"
 
 
@@ -165,23 +166,22 @@ class CommandLine(argparse.ArgumentParser):
         _stop(f"{message} (--help lists all options)", 2)
 
 
-def before_imports(
-    parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], object] | None = None
-) -> None:
-    """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C during these
-    in one line; a terminal is told that they begin. ``main`` parses the command line again."""
+def before_imports(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], T] | None = None) -> T | None:
+    """Answer ``--help``, wrong usage and what ``check`` raises before a script's slow imports, and Ctrl-C until their
+    end in one line; a terminal is told that they begin. Returns what ``check`` does. ``main`` parses the command line
+    again."""
     _escape_unencodable()
     _refuse_other_checkout()
     args = parser.parse_intermixed_args()
-    try:
-        if check is not None:
-            check(args)
-    except (OSError, ValueError) as error:
-        _stop(_describe_os_error(error, False) if isinstance(error, OSError) else str(error), 2)
     if _handles_interrupts():
         signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        found = None if check is None else check(args)
+    except (OSError, ValueError) as error:
+        _stop(_describe_os_error(error, False) if isinstance(error, OSError) else str(error), 2)
     _say_loading()
     gc.disable()  # until run_command: imports leave next to no garbage, and looking for it is a fifth of their time
+    return found
 
 
 def _say_loading() -> None:
@@ -303,8 +303,7 @@ def recipe_parser(
 ) -> argparse.ArgumentParser:
     """The command line of a command that reads a recipe.
     ``recipe``, ``override``: examples.
-    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags; without ``tiny`` the command has none of
-    them."""
+    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags. If ``tiny`` is None, they are not added."""
     parser = CommandLine(description)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")

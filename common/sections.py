@@ -34,6 +34,8 @@ TemplateArguments = Annotated[
         "template with them, so that data, training and decoding render chats alike"
     ),
 ]
+ShortlistKind = Literal["fr_spec", "vocab_trim", "dynaspec"]
+ShortlistSchedule = Literal["fixed", "position_aware"]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 TINY_EVALUATE = {"every": TINY_STEPS, "sequences": 4}  # its evaluations, where they decode nothing
@@ -365,8 +367,7 @@ class Stage(Section):
         return self.num_steps * self.batch.sequences
 
     def with_rows(self, rows: int) -> Self:
-        """The stage with steps in place of epochs, which are passes over so many rows.
-        Raises ValueError: these are too many."""
+        """The stage with steps in place of epochs, which are passes over so many rows."""
         if self.epochs is None:
             return self
         steps = math.ceil(self.epochs * rows / self.batch.sequences)
@@ -404,11 +405,7 @@ class Recipe(Section):
 
 
 def refuse_set(recipe: Recipe, names: Sequence[str], why: str) -> None:
-    """Refuse fields (``section.field``) that the recipe's script does not read.
-
-    Raises:
-        ValueError: the recipe sets one away from its default.
-    """
+    """Refuse fields (``section.field``) that the recipe's script does not read."""
     for name in names:
         section, field = name.split(".")
         found = getattr(recipe, section)

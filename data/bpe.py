@@ -14,7 +14,7 @@ from draftsmith.common.sections import Source
 from draftsmith.data.chat import apply_template
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import Skipped, rows, usable
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import locate
 
 console = make_console()
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|end|>"
@@ -97,7 +97,7 @@ def other_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     """The tokenizer of another model, for a model of ``vocab_size`` entries.
     Raises FileNotFoundError, ValueError: there is none, it lacks our end tokens, or the model has no room for all of
     it."""
-    where, folder = f"tokenizer={name}", resolve_folder(name)
+    where, folder = f"tokenizer={name}", locate(name, weights=False).path
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no tokenizer there (tokenizer.json)")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from pydantic import ConfigDict
 
 from draftsmith.common.command import make_console, recipe_parser, run_command, slow_imports
-from draftsmith.common.content import read_content
-from draftsmith.common.recipe import read_recipe
+from draftsmith.common.recipe import read_content, read_recipe
 from draftsmith.common.sections import Recipe, TargetSection
 from draftsmith.data.prompts import positive
-from draftsmith.models.stored import known_folder
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # take seconds to import, and --help needs none of it

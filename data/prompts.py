@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, get_args
 from draftsmith.common.command import CommandLine, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, write_text
 from draftsmith.data import evaluation, sources
-from draftsmith.models.stored import known_folder
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # transformers takes seconds to import, and --help needs none of it

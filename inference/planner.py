@@ -23,8 +23,8 @@ from draftsmith.common.files import check_file
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.drafters.names import SELECTORS, TRIED
+from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, target_arguments, target_options
-from draftsmith.models.stored import known_folder
 
 
 def parser() -> argparse.ArgumentParser:

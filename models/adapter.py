@@ -15,8 +15,8 @@ from torch import nn
 from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, read_text, replacing_folder
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype
+from draftsmith.models.files.weights import check_safetensors, save_tensors
 from draftsmith.models.precision import say
-from draftsmith.models.stored import check_safetensors, save_tensors
 from draftsmith.models.target import Target
 from draftsmith.models.tokenizer import template_sha256
 

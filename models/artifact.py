@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -28,16 +27,11 @@ from draftsmith.common.command import first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
 from draftsmith.models.card import MEASURED, measured, named, table_of
+from draftsmith.models.files.drafters import drafter_config
+from draftsmith.models.files.identity import difference, fingerprint, older_fingerprint
+from draftsmith.models.files.locate import ModelFolder, locate
+from draftsmith.models.files.weights import check_safetensors, read_tensors, save_tensors
 from draftsmith.models.precision import say
-from draftsmith.models.stored import (
-    check_safetensors,
-    difference,
-    drafter_config,
-    fingerprint,
-    older_fingerprint,
-    resolve_folder,
-    save_tensors,
-)
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab
 
@@ -195,21 +189,20 @@ not found, give it by `--target {whose.argument}`.
 """
 
 
-def read_drafter(name: str) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+def read_drafter(name: str | ModelFolder) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     """A drafter's folder, config and weights. The weights of its parts are checked, but not loaded; those of the top
     folder are empty if it has none.
     Raises FileNotFoundError: there is no such drafter, or a file or part of it is missing. ValueError: a file is
     damaged, or the folder holds something else."""
-    folder = resolve_folder(name)
-    config = drafter_config(folder, name)
+    drafter = locate(name)
+    folder, config = drafter.path, drafter_config(drafter)
     _check_config(folder / "config.json", config)
     _check_parts(folder, config.get("parts", ()))
     if not (folder / "model.safetensors").exists():
         if config.get("parts"):
             return folder, config, {}
         raise FileNotFoundError(f"{folder}: no model.safetensors here; fetch or train the drafter again")
-    check_safetensors(folder)
-    weights = load_file(folder / "model.safetensors")
+    weights = read_tensors(folder, [folder / "model.safetensors"])
     damaged = [name for name, weight in weights.items() if not weight.isfinite().all()]
     if damaged:
         raise ValueError(f"{folder}/model.safetensors: '{damaged[0]}' holds NaN or infinity; fetch or train it again")
@@ -223,12 +216,12 @@ def with_weights(
     make: Callable[[], M],
     weights: Mapping[str, Tensor],
     where: str,
-    unmade: str = "no drafter can be made of it ({})",
-    few: bool = False,
+    size_error: str = "no drafter can be made of it ({})",
+    list_all: bool = False,
 ) -> M:
     """The module that ``make`` makes of a folder's config, with the folder's weights, frozen and in eval mode.
-    ``unmade``: what is said of a size that cannot be made, by torch's reason.
-    ``few``: it has few tensors, of which all are named if some are missing, unknown or of another shape.
+    ``size_error``: the message about sizes that torch refuses; ``{}`` is torch's reason.
+    ``list_all``: where tensors are missing, unknown or of another shape, name all tensors, not the first wrong one.
     Raises ValueError: fields and tensors do not go together, or the draft vocabulary is none of the target's."""
     try:
         with torch.device("meta"):  # no memory is allocated before the shapes are checked against the file
@@ -238,11 +231,11 @@ def with_weights(
     except ValueError as wrong:
         raise ValueError(f"{where}/config.json: {wrong}") from None
     except (RuntimeError, TypeError, AttributeError) as wrong:
-        raise ValueError(f"{where}/config.json: {unmade.format(wrong)}; fetch it again") from None
+        raise ValueError(f"{where}/config.json: {size_error.format(wrong)}; fetch it again") from None
     expected = {name: tuple(p.shape) for name, p in promised.state_dict().items()}
     stored = {name: tuple(w.shape) for name, w in weights.items()}
     wrong = sorted(name for name in expected | stored if expected.get(name) != stored.get(name))
-    if wrong and few:
+    if wrong and list_all:
         raise ValueError(f"{where}/model.safetensors: its tensors are {stored}, config.json promises {expected}")
     if wrong:
         raise ValueError(
@@ -332,7 +325,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     from huggingface_hub import HfApi  # only where something is uploaded
 
     files = [name for name in _FILES if (folder / name).exists()]
-    gone = [name for name in _FILES if name not in files]  # of an earlier upload: others' weights would be read
+    absent = [name for name in _FILES if name not in files]  # of an earlier upload: others' weights would be read
     published = [*files, *(f"{part}/*" for part in part_folders(folder))]
     unfinished = ["*.tmp", "*.tmp/*"]
     try:
@@ -343,14 +336,14 @@ def push(folder: Path, repository: str, private: bool) -> str:
             folder_path=folder,
             allow_patterns=published,
             ignore_patterns=[*unfinished],
-            delete_patterns=gone,
+            delete_patterns=absent,
             commit_message="Uploaded by draftsmith",
         )
     except Exception as error:  # the Hub's client raises a dozen unrelated types
         reason = re.sub(r"Bearer [^'\"]*", "Bearer …", first_line(error))  # no token in a line that is passed on
         command = ["hf", "upload", repository, str(folder), ".", *(["--private"] if private else [])]
         command += [f"--include={name}" for name in published] + [f"--exclude={name}" for name in unfinished]
-        command += [f"--delete={name}" for name in gone]
+        command += [f"--delete={name}" for name in absent]
         raise ValueError(
             f"uploading {folder} to {repository} failed ({reason}); the folder is whole. Log in with hf auth login, "
             f"then: {shlex.join(command)}"

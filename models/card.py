@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from draftsmith.common.files import json_object
-from draftsmith.models.stored import FETCHES, local_folder
+from draftsmith.models.files.locate import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
 # What models/fetch.py fetches: name, licence and command, by the fingerprint of the GGUF file: that of its weights with

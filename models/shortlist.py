@@ -20,22 +20,21 @@ states, h of the router, K depths.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.common.sections import ShortlistKind, ShortlistSchedule
 from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
 from draftsmith.models.vocabulary import check_whole
 
-Kind = Literal["fr_spec", "vocab_trim", "dynaspec"]
-Schedule = Literal["fixed", "position_aware"]
 DEPTHS = 6  # K: deeper nodes have the last one's shortlist
 
 
-def budget(most: int, schedule: Schedule, depths: int = DEPTHS) -> tuple[int, ...]:
+def budget(most: int, schedule: ShortlistSchedule, depths: int = DEPTHS) -> tuple[int, ...]:
     """Clusters, or tokens, of the shortlists of depths 0 … depths − 1.
 
         fixed            k(t) = k_max
@@ -57,7 +56,7 @@ class ShortlistConfig:
         and ``feature_size`` d.
     """
 
-    shortlist: Kind
+    shortlist: ShortlistKind
     outputs: int
     capacity: tuple[int, ...]
     clusters: tuple[int, ...] = ()
@@ -70,8 +69,8 @@ class ShortlistConfig:
         for name in ("capacity", "clusters"):
             if isinstance(getattr(self, name), list):  # from a file
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.shortlist not in get_args(Kind):
-            raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(Kind))}")
+        if self.shortlist not in get_args(ShortlistKind):
+            raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(ShortlistKind))}")
         routed = self.shortlist == "dynaspec"
         sizes = ("num_clusters", "router_width", "embedding_size", "feature_size")
         check_whole(self, ("outputs", *(sizes if routed else ())))
@@ -87,7 +86,7 @@ class ShortlistConfig:
         fields = asdict(self) | {"capacity": list(self.capacity), "clusters": list(self.clusters)}
         return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v}
 
-    def with_budget(self, k_max: int, schedule: Schedule) -> "ShortlistConfig":
+    def with_budget(self, k_max: int, schedule: ShortlistSchedule) -> "ShortlistConfig":
         """Of ``dynaspec``, with k_c(t) clusters at depth t, and room for as many tokens as these have on average."""
         clusters, mean = budget(k_max, schedule), self.outputs / self.num_clusters
         capacity = tuple(min(self.outputs, round(count * mean)) for count in clusters)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from draftsmith.models.files.locate import ModelFolder, locate
+from draftsmith.models.files.weights import check_safetensors, stored_dtype
 from draftsmith.models.precision import choose_dtype
-from draftsmith.models.stored import check_safetensors, resolve_folder, stored_dtype
-from draftsmith.models.target import cache_argument, check_shapes, context_of
+from draftsmith.models.pretrained import check_shapes
+from draftsmith.models.target import cache_argument, context_of
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "8bit": 1.0, "4bit": 0.5}  # of a parameter
 
@@ -35,11 +37,11 @@ class Sizes:
 
 
 def sizes_of(
-    name: str, dtype: str = "auto", device: str = "cpu", quantize: str = "none", remote: bool = False
+    name: str | ModelFolder, dtype: str = "auto", device: str = "cpu", quantize: str = "none", remote: bool = False
 ) -> Sizes | None:
     """The sizes of a model as ``load_target`` would load it; None if only loading it can tell, or say what is wrong."""
     try:
-        folder = resolve_folder(name, weights=False)
+        folder = locate(name, weights=False).path
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
             if any(folder.glob("*.safetensors")):

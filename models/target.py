@@ -7,54 +7,38 @@ import atexit
 import importlib.util
 import inspect
 import itertools
-import math
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    DynamicCache,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers import __version__ as transformers_version
+from transformers import BitsAndBytesConfig, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from draftsmith.common.files import json_object
 from draftsmith.kernels.linear import apply_linear, prefill_products
+from draftsmith.models.files.copies import with_safetensors
+from draftsmith.models.files.identity import fingerprint, in_background, older_fingerprint, same_target
+from draftsmith.models.files.locate import ModelFolder, locate
+from draftsmith.models.files.weights import check_safetensors, stored_dtype, stray_weights
 from draftsmith.models.options import DEVICE_MAPS, QUANTIZE, choose_device
 from draftsmith.models.precision import DTYPES, choose_dtype, describe
 from draftsmith.models.precision import say as print_line
-from draftsmith.models.stored import (
-    check_safetensors,
-    config_of,
-    fingerprint,
-    in_background,
-    older_fingerprint,
-    resolve_folder,
-    safetensors_header,
-    same_target,
-    stored_dtype,
-    stray_weights,
-    target_config,
-    with_safetensors,
+from draftsmith.models.pretrained import (
+    check_quantization,
+    check_shapes,
+    check_tokenizer,
+    from_pretrained,
+    layers_elsewhere,
+    out_of_memory,
+    read_config,
+    reason_of,
 )
 from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
 
@@ -306,9 +290,9 @@ class Target:
                 logits = self.logits(self.hidden(tokens))
             expected = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): cache}).logits
         except (RuntimeError, IndexError, AttributeError, TypeError) as error:
-            if _out_of_memory(error):
+            if out_of_memory(error):
                 raise
-            raise self._error(f"it cannot run ({_reason(error)}); check the shapes in its config.json") from None
+            raise self._error(f"it cannot run ({reason_of(error)}); check the shapes in its config.json") from None
         layers, count = cast(list[DynamicLayer], cache.layers), self.config.num_hidden_layers
         if len(layers) != count or any(layer.keys.shape != layer.values.shape for layer in layers):
             raise self._error(f"its layers do not each keep keys and values of one shape; {_UNSUPPORTED}")
@@ -345,181 +329,8 @@ def attention_window(module: nn.Module, given: Mapping[str, Any]) -> int:
     return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of a library's error; where that only names a field, the second."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]
-    return f"{type(error).__name__}: {line[:200]}"
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence transformers' warnings; errors are raised here in one line each."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-
-
-def _read_config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """A target's config."""
-    stored, file = target_config(folder), folder / "config.json"
-    if not isinstance(stored.get("model_type"), str):
-        raise ValueError(f"{file}: no model_type here, so its family is unknown; fetch it again")
-    if "auto_map" in stored and not trust_remote_code and stored["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(f"{folder}: it needs code that comes with it; read it, then allow it: trust_remote_code")
-    if "auto_map" not in stored and stored["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(f"{file}: transformers {transformers_version} knows no model_type '{stored['model_type']}'")
-    try:
-        with _quietly():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many types for wrong fields
-        raise ValueError(f"{file}: transformers refuses it ({_reason(error)})") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "auto_map" not in stored:
-        raise ValueError(f"{file}: '{stored['model_type']}' is no causal language model")
-    generation = folder / "generation_config.json"  # transformers ignores a damaged one, and with it the stop ids
-    if generation.exists():
-        ids = json_object(generation, "generation config").get("eos_token_id")
-        if ids is not None and not all(type(number) is int for number in (ids if isinstance(ids, list) else [ids])):
-            raise ValueError(f"{generation}: eos_token_id is {ids!r}; it has to be an id or a list of ids")
-    return config
-
-
-def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check the config against the stored tensors by name and shape, before any memory is allocated."""
-    file = folder / "config.json"
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
-    if layers > len(shapes):
-        raise ValueError(f"{file}: num_hidden_layers is {layers:,}, but the weights are {len(shapes):,} tensors in all")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
-        return  # a model with its own code, or one stored quantised
-    try:
-        with torch.device("meta"), _quietly():
-            # Its class by name: under DeepSpeed's ZeRO-3 the Auto class would shard it.
-            promised = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
-    except Exception as error:  # for example a head width of 0, or sizes beyond any memory
-        raise ValueError(f"{file}: no model can be made of it ({_reason(error)})") from None
-    parameters = dict(promised.named_parameters())
-    wrong = [
-        f"{name} {list(shapes[name])} instead of {list(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in shapes and list(shapes[name]) != list(parameter.shape)
-    ]
-    if wrong:
-        raise ValueError(f"{folder}: {_some('weights of another shape than config.json promises', wrong)}")
-    stored = sum(math.prod(shape) for shape in shapes.values())
-    expected = sum(parameter.numel() for parameter in parameters.values())
-    if expected > 4 * stored:  # exact names and shapes are checked when it is loaded
-        raise ValueError(f"{file}: promises {expected:,} parameters, but the files hold {stored:,}")
-
-
-def _quantization_of(folder: Path) -> str | None:
-    """How a model's config says that its weights are quantised, None if it does not."""
-    stored = config_of(folder).get("quantization_config")
-    if not isinstance(stored, dict):
-        return None
-    by_name = stored.get("load_in_4bit") or stored.get("load_in_8bit")
-    return str(stored.get("quant_method") or ("bitsandbytes" if by_name else None))
-
-
-def _check_quantization(folder: Path, quantize: str) -> None:
-    """Check what the config says of stored quantised weights against the files and ``target.quantize``."""
-    method, file = _quantization_of(folder), folder / "config.json"
-    if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):  # transformers would only warn
-        raise ValueError(
-            f"{file}: the quant_method of quantization_config is '{method}', which transformers {transformers_version} "
-            "does not know"
-        )
-    if method and quantize != "none":
-        raise ValueError(
-            f"{file}: its weights are stored quantised ({method}), and they are not quantised twice; leave out "
-            f"target.quantize={quantize}, or name the model that was quantised"
-        )
-    if method == "bitsandbytes":
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(f"{file}: its weights are stored by bitsandbytes: pip install bitsandbytes")
-        headers = (safetensors_header(each)[1] for each in folder.glob("*.safetensors"))
-        if not {"U8", "I8"} & {entry["dtype"] for header in headers for entry in header.values()}:
-            raise ValueError(
-                f"{file}: quantization_config says bitsandbytes, but the files hold plain weights; remove that field, "
-                "and use target.quantize to quantise them"
-            )
-
-
-def _some(what: str, names: Sequence[str]) -> str:
-    """The message about some wrong weights, of which it names three."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{what} ({len(names)}): {', '.join(names[:3])}{more}; fetch it again, or correct its config.json"
-
-
-def _from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
-    """Load the model; every weight has to come from its files, none missing and none left over."""
-    try:
-        with _quietly():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
-        if _out_of_memory(error):
-            raise
-        method = _quantization_of(folder)
-        how = f"{method}-quantised weights" if method else "it"
-        raise ValueError(f"{folder}: transformers cannot load {how} ({_reason(error)})") from None
-    model, problems = loaded
-    for kind, what in (
-        ("missing_keys", "missing weights"),
-        ("unexpected_keys", "unexpected weights"),
-        ("mismatched_keys", "weights of another shape than config.json promises"),
-    ):
-        names = sorted(name if isinstance(name, str) else str(name[0]) for name in problems.get(kind) or ())
-        if names:
-            raise ValueError(f"{folder}: {_some(what, names)}")
-    return model
-
-
-def _check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Check that every token has an embedding, except added tokens that never occur in a text: the padding token, and
-    those that are neither the BOS, EOS or unknown token nor part of the chat template."""
-    template = str(tokenizer.chat_template or "")
-    needed = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
-    unused = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if number not in needed and (number == tokenizer.pad_token_id or token.content not in template)
-    }
-    largest = max((number for number in tokenizer.get_vocab().values() if number not in unused), default=0)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{folder}: its tokenizer has ids up to {largest:,}, its model's end at {vocab_size - 1:,}; they do "
-            "not belong together"
-        )
-
-
-def _layers_elsewhere(config: PretrainedConfig, where: str, device: str, trust_remote_code: bool) -> dict[str, str]:
-    """Accelerate's device map: every decoder layer is kept ``where``, all other modules are on the device."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    prefix, layers = max(lists, key=lambda item: len(item[1]))
-    places = {f"{prefix}.{number}": where for number in range(len(layers))}
-    for name, module in model.named_modules():
-        above = name.rpartition(".")[0]
-        beside = not above or prefix.startswith(above + ".")  # a sibling of the layers, or of a module that holds them
-        if name and beside and module is not layers and not prefix.startswith(name + "."):
-            places[name] = device
-    return places
-
-
 def load_target(
-    name: str,
+    name: str | ModelFolder,
     *,
     revision: str | None = None,
     dtype: str = "auto",
@@ -533,7 +344,7 @@ def load_target(
     """Load a target and its tokenizer.
 
     Args:
-        name: a folder, a .gguf file or a folder that holds one, or a Hub id.
+        name: a folder, a .gguf file or a folder that holds one, or a Hub id; or what :func:`locate` found of it.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: on a GPU the one it is stored in; on a CPU float32,
             or bfloat16 where that is faster (:mod:`draftsmith.models.precision`).
         quantize: ``none``, ``8bit`` or ``4bit`` (NF4): the linear layers without the LM head, by bitsandbytes.
@@ -559,14 +370,14 @@ def load_target(
         raise ValueError(f"device map '{device_map}': quantised layers cannot be offloaded; leave out one of the two")
     if quantize != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"target.quantize={quantize} needs bitsandbytes: pip install bitsandbytes")
-    folder = resolve_folder(name, revision)
-    config = _read_config(folder, trust_remote_code)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    if stray := stray_weights(folder):
+    located = locate(name, revision)
+    config = read_config(located, trust_remote_code)
+    tokenizer = load_tokenizer(located, trust_remote_code=trust_remote_code)
+    if stray := stray_weights(located.path):
         print_line(stray)
-    folder = with_safetensors(folder)
+    folder = with_safetensors(located.path)
     check_shapes(folder, config, check_safetensors(folder))
-    _check_quantization(folder, quantize)
+    check_quantization(folder, quantize)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL or sys.stderr is None or not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would only flash, or fill a file
@@ -575,13 +386,13 @@ def load_target(
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":
         apart = device_map != "auto"
-        options["device_map"] = _layers_elsewhere(config, device_map, device, trust_remote_code) if apart else "auto"
+        options["device_map"] = layers_elsewhere(config, device_map, device, trust_remote_code) if apart else "auto"
         options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
     if quantize == "none":
         if device_map == "none" and not place and torch.device(device).type == "cuda":
             options["device_map"] = {"": device}  # straight to the GPU, not through the CPU's memory
-        model = _from_pretrained(folder, options)
+        model = from_pretrained(folder, options)
         if place:
             place(model)
         elif device_map == "none":
@@ -594,16 +405,16 @@ def load_target(
             bnb_4bit_compute_dtype=options["dtype"],
         )
         options.setdefault("device_map", {"": device})
-        model = _from_pretrained(folder, options | {"quantization_config": bits})
+        model = from_pretrained(folder, options | {"quantization_config": bits})
         widths: set[int] = {getattr(m, "in_features", 0) for m in model.modules() if type(m).__name__ == "Linear4bit"}
         if torch.device(device).type == "cpu" and any(width % 64 for width in widths):
             raise ValueError(
-                f"target '{name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
+                f"target '{located.name}': on a CPU 4-bit layers have to be a multiple of 64 wide, these are "
                 f"{', '.join(map(str, sorted(widths)))}; use target.quantize=8bit"
             )
     found, older = identity()
-    target = Target(model, tokenizer, name, found, revision, older_fingerprint=older)
-    _check_tokenizer(folder, tokenizer, target.vocab_size)
+    target = Target(model, tokenizer, located.name, found, located.revision, older_fingerprint=older)
+    check_tokenizer(folder, tokenizer, target.vocab_size)
     if say:
         for line in describe(device, chosen):
             say(line)

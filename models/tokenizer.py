@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import first_line
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder, locate
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -43,12 +43,12 @@ def _differs(tokenizer: Any, file: Path) -> bool:
 
 
 def load_tokenizer(
-    name: str | Path, revision: str | None = None, trust_remote_code: bool = False
+    name: str | ModelFolder, revision: str | None = None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder, a GGUF file or a Hub id; no weights are downloaded.
+    """The tokenizer of a folder, a GGUF file or a Hub id, or of what :func:`locate` found; no weights are downloaded.
     Raises FileNotFoundError: there is no such folder or repository, or no tokenizer in it. ValueError: the tokenizer is
     damaged, or needs its own code."""
-    folder = name if isinstance(name, Path) else resolve_folder(name, revision, weights=False)
+    folder = locate(name, revision, weights=False).path
     if not any(any(folder.glob(pattern)) for pattern in _VOCABULARIES) and not trust_remote_code:
         raise FileNotFoundError(f"{folder}: no tokenizer here (tokenizer.json, tokenizer.model, vocab.json, …)")
 

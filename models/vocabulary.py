@@ -37,8 +37,8 @@ def coverage_by_size(train: Tensor, held_out: Tensor, sizes: Sequence[int] = SIZ
     return {size: (coverage(train, ids), coverage(held_out, ids)) for size, ids in chosen.items()}
 
 
-def places(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
-    """The place of each token in a draft vocabulary.
+def to_draft_ids(tokens: Tensor, ids: Tensor, outside: int) -> Tensor:
+    """The draft id of each token: its place in the draft vocabulary.
     ``tokens``: ``[…]`` int64 ids of the target; negative ones are outside.
     ``ids``: ``[S]`` int64, ascending, on the same device.
     Returns ``[…]`` int64; ``outside`` where the token is not among ``ids``."""

@@ -45,7 +45,7 @@ def write_heads(folder: Path, heads: Any, target: Any, base: Path) -> None:
     Raises:
         ValueError: a layout that the published code has no place for.
     """
-    from draftsmith.models.formats import medusa_tensors  # their environment has none of it
+    from draftsmith.models.serving.to_servers import medusa_tensors  # their environment has none of it
 
     shape = heads.config
     if shape.num_draft_heads > MAX_HEADS:

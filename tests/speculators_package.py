@@ -80,19 +80,20 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: there is no such interpreter, the drafter cannot be exported, or the package failed.
     """
-    from draftsmith.models.export import export, open_source
-    from draftsmith.models.stored import resolve_folder
+    from draftsmith.models.files.locate import locate
+    from draftsmith.models.serving.source import open_source
+    from draftsmith.models.serving.to_servers import export
 
     if shutil.which(args.python) is None:
         raise ValueError(f"--python {args.python}: there is no such interpreter")
     source = open_source(args.drafter, "speculators", args.target)
-    eagle, target = source.eagle, source.loaded()
+    eagle, target = source.drafter, source.loaded()
     c, random = eagle.config, torch.Generator().manual_seed(args.seed)
     features = torch.randn(args.length, c.hidden_size * (1 + len(c.captured_layers)), generator=random)
     tokens = torch.randint(c.vocab_size, (args.length + 1,), generator=random)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "exported"
-        read_back = export(source, "speculators", folder, str(resolve_folder(source.target_name).resolve()))
+        read_back = export(source, "speculators", folder, str(locate(source.target_name).path.resolve()))
         captured = features[:, c.hidden_size :].contiguous()
         save_file({"features": captured, "tokens": tokens}, folder.parent / "inputs.safetensors")
         worker = [str(Path(__file__).resolve()), "--worker", str(folder), args.attention, str(args.steps)]

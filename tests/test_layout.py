@@ -74,6 +74,14 @@ def test_import_directions_inside_inference(folder):
         assert not found, f"{path.relative_to(ROOT)} must not import {found}"
 
 
+def test_the_files_of_models_are_read_without_their_modules():
+    """models/files/ finds and reads what any command may ask for before torch is imported."""
+    assert modules("models/files")
+    for path in modules("models/files"):
+        found = re.findall(r"(?:from|import) draftsmith\.models\.(\w+)", path.read_text())
+        assert set(found) <= {"files", "precision"}, f"{path.relative_to(ROOT)} must not import {found}"
+
+
 @pytest.mark.parametrize("room", ALL)
 def test_scripts_import_ours_by_full_name(room):
     """`import loop` works in `accelerate launch train/x.py` and nowhere else."""

@@ -5,33 +5,22 @@
 A recipe names its schema in its second line: ``# yaml-language-server: $schema=schema/medusa.json``.
 """
 
-import importlib
-import re
 from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import check_folder, write_json
+from draftsmith.train.early import recipe_class
 
 FOLDER = Path(__file__).resolve().parent.parent / "recipes" / "schema"
-
-
-def recipe_classes() -> dict[str, str]:
-    """The scripts in train/ that read a recipe, and the class of each: the one that ends in ``Recipe``."""
-    found = {}
-    for path in sorted((Path(__file__).resolve().parent.parent / "train").glob("*.py")):
-        if recipe := re.search(r"^class (\w+Recipe)\(", path.read_text("utf-8"), re.MULTILINE):
-            found[path.stem] = recipe[1]
-    return found
 
 
 def schemas() -> dict[str, dict[str, Any]]:
     """The schema of each script's recipe, by the script's name."""
     found: dict[str, dict[str, Any]] = {}
-    for name, recipe in recipe_classes().items():
-        module = importlib.import_module(f"draftsmith.train.{name}")  # seconds, which --help does without
-        schema = getattr(module, recipe).model_json_schema()
-        found[name] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    for path in sorted((FOLDER.parents[1] / "train" / "sections").glob("*.py")):
+        schema = recipe_class(path.stem).model_json_schema()
+        found[path.stem] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
     return found
 
 

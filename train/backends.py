@@ -1,5 +1,6 @@
 """Who answers the conversations of train/distill.py: our own engine, or a server with OpenAI's protocol."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -18,18 +19,28 @@ from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
 from draftsmith.inference.load import load_drafter
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.distill_sections import Distillation
-from draftsmith.train.loop import console
+from draftsmith.train.launch import console
+from draftsmith.train.sections.distill import DistillRecipe
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
 # The last argument is the manifest's facts, to which a backend adds what it finds out.
-Backend = Callable[[Distillation, Iterator[Conversation], Callable[[Conversation], None], dict[str, Any]], None]
+Backend = Callable[[DistillRecipe, Iterator[Conversation], Callable[[Conversation], None], dict[str, Any]], None]
+
+
+def sampling_of(recipe: DistillRecipe, conversation: Conversation) -> Sampling:
+    """Sampling parameters of the next message, with a seed of the prompt and the turn, whatever else is decoded."""
+    digest = hashlib.sha256(f"{recipe.run.seed} {conversation.seed.id} {conversation.turn}".encode()).digest()
+    d, seed = recipe.decoding, int.from_bytes(digest[:8], "big") >> 2
+    if conversation.speaker == "user":
+        return Sampling(d.user_temperature, seed=seed)
+    return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
 
 
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Raises: ValueError: neither the recipe nor the target's tokenizer has a chat template."""
+    """Refuse a tokenizer without a chat template, if the recipe names none."""
     if not (template or tokenizer.chat_template):
         raise ValueError(
             "the target's tokenizer has no chat template; set data.template, for example to "
@@ -47,16 +58,12 @@ def refusals() -> Iterator[None]:
 
 
 def by_engine(
-    recipe: Distillation,
+    recipe: DistillRecipe,
     conversations: Iterator[Conversation],
     end: Callable[[Conversation], None],
     facts: dict[str, Any],
 ) -> None:
-    """Answers of our own engine, ``engine.batch_size`` conversations at a time.
-
-    Raises:
-        FileNotFoundError, ValueError: target or drafter cannot be used.
-    """
+    """Answers of our own engine, ``engine.batch_size`` conversations at a time."""
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
     torch.set_num_threads(e.threads or available_cores())
@@ -109,7 +116,7 @@ def by_engine(
         tokens = min(tokens, longest - len(prompt))
         # Not every target stops at the closing. Where it does, nothing needs to look for it in the text at each token.
         strings = [closing] if closing and not ends_with_stop_id(closing) else []
-        return Request(prompt, tokens, recipe.sampling(conversation), stop_strings=strings)
+        return Request(prompt, tokens, sampling_of(recipe, conversation), stop_strings=strings)
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
         text, reason = answer_text(target, result.tokens), result.finish_reason
@@ -128,7 +135,7 @@ def by_engine(
 
 
 def by_endpoint(
-    recipe: Distillation,
+    recipe: DistillRecipe,
     conversations: Iterator[Conversation],
     end: Callable[[Conversation], None],
     facts: dict[str, Any],
@@ -143,7 +150,7 @@ def by_endpoint(
 
     def converse(conversation: Conversation) -> None:
         while conversation.pending is not None:
-            user, sampling = conversation.speaker == "user", recipe.sampling(conversation)
+            user, sampling = conversation.speaker == "user", sampling_of(recipe, conversation)
             options: dict[str, Any] = {"max_tokens": d.user_tokens if user else d.max_new_tokens, "temperature": 0}
             if user or d.mode == "sample":
                 seed = sampling.seed % (1 << 31)  # what every server takes

@@ -6,52 +6,24 @@ after the true ones before it: one forward pass over each answer, in float32, wh
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from draftsmith.common.files import read_json, write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import Positive, Share
 from draftsmith.data.packing import Rows, Tokenized
 from draftsmith.inference.measure.tree_statistics import next_token_ranks
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
+from draftsmith.train.sections.ssm import Boost
 
 MARKS = "marks"  # folder of a run: which labels each round trains on
 BATCH = 16  # samples of a forward pass
-
-
-class Boost(Section):
-    """How the rounds differ."""
-
-    ensemble: Literal["boosted", "seeds"] = Field(
-        default="boosted", description="seeds: no boosting; the SSMs differ by the order of their samples alone"
-    )
-    mark: Literal["fresh", "train"] = Field(
-        default="fresh",
-        description="which prompts a round begins with. fresh: its own n-th part of them, which no SSM has trained on; "
-        "train: all of them, as in the paper: an SSM that memorises its prompts leaves nothing to the next",
-    )
-    unit: Literal["prompt", "segment"] = Field(
-        default="prompt",
-        description="what an SSM that reproduces it takes away from the next ones. prompt: a whole sample, by the "
-        "first 'tokens' of each of its answers; segment: so many tokens of an answer in a row, which stay as context "
-        "(with tokens: 1, every token that it predicts)",
-    )
-    tokens: Positive = Field(default=8, description="m, the depth of speculation")
-    marked_share: Share = Field(
-        default=0.0,
-        lt=1,
-        description="share of later rounds' samples drawn from the prompts taken away: weighting instead of dropping",
-    )
-    min_prompts: Positive = Field(default=64, description="a round with fewer prompts left is not run: the end")
 
 
 def greedy_ranks(model: Target, samples: Tokenized, draft_vocab: Tensor | None, what: str) -> np.ndarray:
@@ -123,9 +95,6 @@ def rows_of_round(
 
     Returns:
         Rows, the weight of each, and the number of prompts that are left.
-
-    Raises:
-        ValueError: a resumed run whose prompts were marked by other fields of ``boost``.
     """
     weights = [source.weight for source in run.recipe.data.train]
     folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftsmith.common.files import json_object
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.precision import DTYPES
-from draftsmith.models.stored import save_tensors
 
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
@@ -84,11 +84,7 @@ def save(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first.
-
-    Raises:
-        OSError: it is no folder, or cannot be read.
-    """
+    """The complete checkpoints in ``folder``, oldest first."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -122,11 +118,7 @@ def clear(folder: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state given to :func:`save`, with ``step``.
-
-    Raises:
-        ValueError: the checkpoint is damaged.
-    """
+    """The state given to :func:`save`, with ``step``."""
     try:
         state = json_object(path / "state.json")
     except (OSError, ValueError) as error:
@@ -151,11 +143,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``.
-
-    Raises:
-        ValueError: the checkpoint is damaged or belongs to another model.
-    """
+    """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``."""
     state = read_state(path)
     try:
         weights = load_file(path / "model.safetensors")
@@ -199,11 +187,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors that :func:`write_tensors` wrote.
-
-    Raises:
-        ValueError: the file is damaged or missing.
-    """
+    """Read the tensors that :func:`write_tensors` wrote."""
     try:
         return load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__,
@@ -31,8 +31,7 @@ PARSER = recipe_parser(
     restart="begin anew, deleting this run's answers",
     dry_run="show what would be sent; send and write nothing",
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("distill")) if __name__ == "__main__" else None
 
 import torch
 
@@ -58,16 +57,18 @@ from draftsmith.data.seeds import (
     written_seeds,
 )
 from draftsmith.data.shards import Shards, open_shards
-from draftsmith.data.tokenized import template_for
+from draftsmith.data.tokenized import read_template, template_for
 from draftsmith.models.artifact import provenance, write_json
+from draftsmith.models.files.copies import with_safetensors
+from draftsmith.models.files.identity import fingerprint, older_fingerprint, unhashed
+from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
-from draftsmith.models.stored import older_fingerprint, resolve_folder, unhashed, with_safetensors
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
-from draftsmith.train.distill_sections import Distillation
-from draftsmith.train.loop import console, dtype_of
+from draftsmith.train.launch import console, dtype_of
+from draftsmith.train.sections.distill import DistillRecipe
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up
@@ -77,10 +78,6 @@ THINKING = "a larger decoding.max_new_tokens, or data.template_arguments={enable
 
 class GivenUpError(Exception):
     """``endpoint.give_up`` prompts in a row got no answer."""
-
-
-class DistillRecipe(Distillation):
-    pass  # named in this file: by that messages and recipes/schema know whose recipe it is
 
 
 def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
@@ -131,11 +128,11 @@ def small(recipe: DistillRecipe) -> DistillRecipe:
     return valid(DistillRecipe, content)
 
 
-def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRecipe:
+def with_dtype(recipe: DistillRecipe, model: ModelFolder | None, folder: Path, restart: bool) -> DistillRecipe:
     """The recipe with ``target.dtype: auto`` resolved, for a run that goes on as it was; printed in a line, with a
-    second one if it is slow here."""
+    second one if it is slow here. ``model``: the target; None if it is not ours to run."""
     t, manifest = recipe.target, folder / "manifest.json"
-    if t is None or recipe.backend == "endpoint":
+    if t is None or model is None:
         return recipe
     began = None
     with suppress(ValueError, OSError, LookupError, TypeError):  # open_shards refuses a damaged one
@@ -144,12 +141,35 @@ def with_dtype(recipe: DistillRecipe, folder: Path, restart: bool) -> DistillRec
     began = began if began in DTYPES else None
     weights = 0
     if t.dtype == "auto" and not began and device == "cpu":  # as decoding chooses
-        files = with_safetensors(resolve_folder(t.name, t.revision)).glob("*.safetensors")
+        files = with_safetensors(model.path).glob("*.safetensors")
         weights = sum(file.stat().st_size for file in files)
     chosen = dtype_of(t, torch.device(device), began, weights)
     for line in describe(device, chosen):
         console.print(line, style="yellow" if line.startswith("warning") else None)
     return recipe.model_copy(update={"target": t.model_copy(update={"dtype": chosen.value})})
+
+
+def decides_of(recipe: DistillRecipe, model: ModelFolder | None) -> dict[str, Any]:
+    """All settings that the answers depend on, by field. Those of speed and the server's address may change between
+    two commands that fill the same folder. ``model``: the target, where our own engine runs it."""
+    own = recipe.self_talk or recipe.data.written
+    fields = {
+        f"decoding.{name}": value
+        for name, value in recipe.decoding.model_dump(mode="json").items()
+        if own or not name.startswith("user_")
+    }
+    fields |= {"run.seed": recipe.run.seed, "backend": recipe.backend, "self_talk": recipe.self_talk}
+    fields |= {"data.seeds": recipe.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
+    if recipe.data.template_arguments:
+        fields |= {"data.template_arguments": recipe.data.template_arguments}
+    if recipe.backend == "endpoint":
+        assert recipe.endpoint is not None
+        return {**fields, "endpoint.model": recipe.endpoint.model}
+    assert recipe.target is not None and model is not None
+    fields |= {f"target.{name}": value for name, value in recipe.target.model_dump(mode="json").items()}
+    fields["target.fingerprint"] = fingerprint(model.path)
+    fields |= {"data.template": read_template(recipe.data.template), "engine.max_length": recipe.engine.max_length}
+    return fields
 
 
 def seeds_of(recipe: DistillRecipe) -> tuple[list[Seed], Skipped]:
@@ -165,7 +185,7 @@ def main() -> None:
     if args.resume and args.restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
     command = "python train/distill.py " + shlex.join(sys.argv[1:])
-    recipe = read_recipe(args.recipe, DistillRecipe, args.overrides)
+    recipe = RECIPE or read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
     if args.dry_run:
         return dry(recipe, seeds_of(recipe)[0])
@@ -174,16 +194,13 @@ def main() -> None:
         seeds, skipped = seeds_of(recipe)
         if args.tiny and recipe.target:
             write_target(recipe.target)
-        recipe = with_dtype(recipe, folder, args.restart or args.tiny)
-        if recipe.target and recipe.backend == "engine":
-            size = unhashed(resolve_folder(recipe.target.name, recipe.target.revision))
-            if size:
-                console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
-        decides = recipe.decides()
-        older: dict[str, Any] = {}
-        if recipe.target and "target.fingerprint" in decides:
-            older_one = older_fingerprint(resolve_folder(recipe.target.name, recipe.target.revision))
-            older = {"target.fingerprint": older_one}
+        t = recipe.target if recipe.backend == "engine" else None
+        model = locate(t.name, t.revision) if t else None
+        recipe = with_dtype(recipe, model, folder, args.restart or args.tiny)
+        if model and (size := unhashed(model.path)):
+            console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
+        decides = decides_of(recipe, model)
+        older = {"target.fingerprint": older_fingerprint(model.path)} if model else {}
         shards = open_shards(folder, decides, args.restart or args.tiny, older)
         began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
         rows_skipped = {reason: count for count, reason, _ in skipped.table()}

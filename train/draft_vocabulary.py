@@ -13,7 +13,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batches
 
@@ -27,12 +27,7 @@ def begun(run: Run[Any]) -> Tensor | None:
 
 
 def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
-    """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none.
-
-    Raises:
-        ValueError: it is larger than the target's vocabulary without the ids that are no tokens; the resumed run's has
-            another size than the recipe's, or is damaged.
-    """
+    """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none."""
     if size and run.small:
         size = min(size, vocab_size // 2)
     if size and size > (tokens := int(_used(run, vocab_size).sum())):
@@ -58,7 +53,7 @@ def _used(run: Run[Any], vocab_size: int) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids[ids < vocab_size], True)
 
 
-def give(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
+def apply(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
     """Give an untrained drafter its draft vocabulary, if it has one; one of ``init_from`` keeps its own. Returns facts
     for provenance.json."""
     own = drafter.draft_vocab

@@ -27,12 +27,12 @@ from draftsmith.data.rows import Skipped, rows, usable
 from draftsmith.data.tokenized import check, encoded, template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
+from draftsmith.models.files.locate import locate
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
-from draftsmith.models.stored import resolve_folder, target_config
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
-from draftsmith.train.loop import with_precision
+from draftsmith.train.launch import with_precision
 from draftsmith.train.losses import LOGITS
 
 console = make_console()
@@ -66,17 +66,13 @@ class TargetShape:
 
 def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetShape:
     """The sizes of a recipe's target, or where it is not here and ``model_type`` is set, those that transformers' own
-    config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter.
-
-    Raises:
-        ValueError: its config cannot be read.
-    """
+    config of that family has by default, with a line about it; ``adapted``: names of layers that get an adapter."""
     remote = target.trust_remote_code
     try:
         try:
-            folder = resolve_folder(target.name, target.revision, weights=False)
-            target_config(folder)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+            model = locate(target.name, target.revision, weights=False)
+            model.target_config()  # raises if it is a drafter's
+            config = AutoConfig.from_pretrained(model.path, trust_remote_code=remote)
         except FileNotFoundError as error:
             if target.model_type is None:
                 raise
@@ -210,11 +206,7 @@ def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
 
 
 def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, verbose: bool = False) -> None:
-    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it.
-
-    Raises:
-        FileNotFoundError, ValueError: training would refuse a source, or the drafter for this target.
-    """
+    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it."""
     stages, problem, any_dtype = list[Plan](), "", getattr(getattr(recipe, "target", None), "dtype", "") == "auto"
     rows_there, longest = look_at_sources(recipe)
     try:
@@ -267,18 +259,14 @@ def _target_is_here(recipe: TrainingRecipe) -> bool:
     """Whether the sizes of the recipe's target are its own."""
     target = getattr(recipe, "target", None)
     try:
-        return target is None or resolve_folder(target.name, target.revision, weights=False) is not None
+        return target is None or locate(target.name, target.revision, weights=False) is not None
     except FileNotFoundError:
         return False
 
 
 def decode_a_little(folder: Path) -> str:
     """Decode eight tokens with the exported drafter, compared with plain decoding; with the model alone, if the folder
-    holds a model. Returns what was decoded, as text.
-
-    Raises:
-        ValueError: they differ.
-    """
+    holds a model. Returns what was decoded, as text."""
     if "drafter_type" in json_object(folder / "config.json"):
         target, drafter = load_drafter(str(folder), device="cpu")
     else:

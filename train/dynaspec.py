@@ -15,36 +15,36 @@ inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, get_args
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-dynaspec.yaml", "drafter.num_clusters=64", "two steps on a small random target"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("dynaspec")) if __name__ == "__main__" else None
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import TINY_EVALUATE, DrafterRecipe, Name, Positive, Share, Source, refuse_set
+from draftsmith.common.sections import ShortlistSchedule
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.measure.tree_statistics import selection_tree, simulate
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.shortlist import DEPTHS, Kind, Schedule, ShortlistHead
+from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.loop import Batch, console
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.launch import console
+from draftsmith.train.loop import fit
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.dynaspec import DynaspecRecipe
 from draftsmith.train.shortlists import (
     BLOCK,
     Blocks,
@@ -57,62 +57,6 @@ from draftsmith.train.shortlists import (
 )
 
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)  # of the clusters: values of k_max that are tried
-
-
-class Drafter(Section):
-    tiny: ClassVar[dict[str, Any]] = {
-        "base": None,
-        "corpus": None,
-        "num_clusters": 8,
-        "router_width": 16,
-        "positions": 256,
-        "size": 64,
-    }
-
-    base: Name | None = Field(default=None, description="the trained drafter, a folder or Hub id; null: --tiny alone")
-    all_tokens: bool = Field(default=False, description="drop its draft vocabulary, where its LM head is the target's")
-    shortlist: Kind = Field(default="dynaspec", description="clusters and a router (dynaspec), or a list by frequency")
-    num_clusters: Positive = Field(default=256, description="M")
-    balanced: float | None = Field(
-        default=2.0, ge=1, le=1e6, description="no cluster has more than so many times V / M tokens; null: any number"
-    )
-    iterations: Positive = Field(default=50, description="of k-means, at most")
-    router_width: Positive = Field(default=512, description="h, the router's hidden width")
-    labels: Literal["top10", "mass"] = Field(default="mass", description="the router's loss: CE (mass) or BCE (top10)")
-    positions: Positive = Field(default=60_000, description="of the training rows, whose drafts the router learns from")
-    k_max: Positive | None = Field(default=None, description="clusters of the first levels' shortlists; null: selected")
-    schedule: Schedule | None = Field(default=None, description="of the deeper levels' shortlists; null: selected")
-    keep: Share = Field(default=0.98, description="of the whole LM head's simulated τ, by which k_max is selected")
-    size: Positive = Field(default=8192, description="of a list by frequency: tokens")
-    corpus: list[Source] | None = Field(
-        default=None, description="fr_spec counts the tokens of these sources; null: of the training rows"
-    )
-
-
-class DynaspecRecipe(DrafterRecipe):
-    tiny: ClassVar[dict[str, Any]] = {"evaluate": TINY_EVALUATE}
-
-    drafter: Drafter
-
-    @model_validator(mode="after")
-    def _possible(self) -> "DynaspecRecipe":
-        base = self.drafter.base
-        if base and Path(base).resolve().is_relative_to(self.run.folder.resolve()):
-            raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
-        if self.drafter.corpus and self.drafter.shortlist == "vocab_trim":
-            raise ValueError("drafter.corpus: vocab_trim counts the training rows' answers; leave it out, or fr_spec")
-        if self.init_from:
-            raise ValueError("init_from: shortlists begin from drafter.base; leave it out")
-        if self.cache_hidden != "none":
-            raise ValueError("cache_hidden: rollouts are kept in the run's folder anyway; leave it out")
-        if self.precision.compile or self.precision.gradient_checkpointing or self.export.merged:
-            raise ValueError("precision.compile, precision.gradient_checkpointing and export.merged: leave them out")
-        refuse_set(self, ("evaluate.decode", "evaluate.prompts"), "evaluations of shortlists decode nothing")
-        if self.data.packing:
-            raise ValueError("data.packing: a drafter is recorded on one sample at a time; leave it out")
-        if any(source.streaming for source in [*self.data.train, *(self.drafter.corpus or [])]):
-            raise ValueError("a streamed source has no end, and tokens are counted to the end; drop 'streaming'")
-        return self
 
 
 class RouterTraining(nn.Module):
@@ -175,7 +119,7 @@ def select(
     whole = simulate(tree, kept(recorded, drafts.embed, None).ranks)
     most, measured = config.num_clusters, list[dict[str, Any]]()
     sizes = {min(d.k_max, most)} if d.k_max else {max(1, round(most * share)) for share in SHARES}
-    schedules: tuple[Schedule, ...] = (d.schedule,) if d.schedule else get_args(Schedule)
+    schedules: tuple[ShortlistSchedule, ...] = (d.schedule,) if d.schedule else get_args(ShortlistSchedule)
     for schedule, k_max in itertools.product(schedules, sorted(sizes)):
         head.config = config.with_budget(k_max, schedule)
         found, seconds = kept(recorded, drafts.embed, head), head_seconds(head, drafts, target)
@@ -212,7 +156,8 @@ def train(run: Run[DynaspecRecipe]) -> None:
         module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
         blocks = Blocks(rollouts(run, drafts, rows))
         for stage in recipe.stages:
-            run.fit(
+            fit(
+                run,
                 stage,
                 module,
                 [blocks],
@@ -244,7 +189,7 @@ SCRIPT = Script("dynaspec", DynaspecRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

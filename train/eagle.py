@@ -19,53 +19,34 @@ from functools import partial
 from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-eagle3.yaml", "drafter.unroll=5", "two steps of each stage on a small random target"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("eagle")) if __name__ == "__main__" else None
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
-from draftsmith.train import draft_vocabulary, loop, sharded
+from draftsmith.models.vocabulary import to_draft_ids
+from draftsmith.train import draft_vocabulary, sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.eagle_section import EagleSection
-from draftsmith.train.loop import Batch
+from draftsmith.train.launch import console
+from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, beginning, run_script
+from draftsmith.train.run import Run, beginning
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.eagle import DEPTH, EagleRecipe, EagleSection
 
-DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
-
-
-class EagleRecipe(DrafterRecipe):
-    drafter: EagleSection
-
-    @model_validator(mode="after")
-    def _possible(self) -> "EagleRecipe":
-        if self.precision.gradient_checkpointing:
-            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if self.precision.compile:
-            raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
-        if self.export.merged:
-            raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < DEPTH + 2:
-                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts + 1 = {DEPTH + 1}")
-        return self
 
 
 class EagleTraining(nn.Module):
@@ -110,7 +91,7 @@ class EagleTraining(nn.Module):
             logits = target.logits(hidden[part].to(dtype))
             found[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
             if ids is not None:
-                inside[part] = places(logits.argmax(-1), ids, outside=-1) >= 0
+                inside[part] = to_draft_ids(logits.argmax(-1), ids, outside=-1) >= 0
         return found, inside
 
     def soft_cross_entropy(self, head: Any, out: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +163,8 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[
     for k in range(DEPTH):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
         metrics[f"step{k + 1}_held_out_top1"] = float(right)
-    return metrics | run.real_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))  # it casts its own
+    # The drafter casts its weights: a copy.
+    return metrics | run.decode_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))
 
 
 def plans(recipe: EagleRecipe) -> list[Plan]:
@@ -190,9 +172,8 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     d, shape = recipe.drafter, target_shape(recipe.target)
     length, layers = recipe.data.max_length, d.captured_layers or ()
     own_shape = (d.version, d.projection, d.draft_vocab_size, layers, d.intermediate_size)
-    made = shape_of_init(
-        recipe, EagleConfig.for_target(shape.config, shape.vocab_size, length, *own_shape, **d.options)
-    )
+    made = EagleConfig.for_target(shape.config, shape.vocab_size, length, *own_shape, **d.options)
+    made = shape_of_init(recipe, made, beginning(recipe))
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
@@ -201,12 +182,13 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 
-def shape_of_init(recipe: EagleRecipe, made: EagleConfig) -> EagleConfig:
-    """The config of a drafter that begins with ``init_from``: what the recipe does not say is that drafter's, which are
-    the layers that it reads and, of an imported one, sizes, rotary positions, biases and embeddings."""
-    if recipe.init_from is None:
+def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | None) -> EagleConfig:
+    """The config of a drafter that begins with ``start``, the one of ``init_from``: what the recipe does not say is as
+    in ``start``, which are the layers that it reads and, of an imported one, sizes, rotary positions, biases and
+    embeddings."""
+    if start is None:
         return made
-    stored = json_object(resolve_folder(beginning(recipe)) / "config.json")
+    stored = start.config
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
     own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
@@ -221,17 +203,17 @@ def train(run: Run[EagleRecipe]) -> None:
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     shape = (d.version, d.projection, size, d.captured_layers or (), d.intermediate_size)
     eagle = Eagle.for_target(target, *shape, **d.options)
-    if (config := shape_of_init(recipe, eagle.config)) != eagle.config:
+    if (config := shape_of_init(recipe, eagle.config, run.start or beginning(recipe))) != eagle.config:
         eagle = Eagle(config)
     run.start_weights(eagle, target)
     module = EagleTraining(target, eagle, recipe)
     rows = run.read_rows(target, DEPTH)
-    facts = draft_vocabulary.give(run, eagle, target, rows)
+    facts = draft_vocabulary.apply(run, eagle, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:
-        loop.console.print(f"the loss is a sum over {d.unroll} unrolled steps")
+        console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
-        run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
     with run.evaluating(module):
         ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
     tree = selection_tree(ranks)
@@ -243,7 +225,7 @@ SCRIPT = Script("eagle", EagleRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from draftsmith.common.command import counted
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
-from draftsmith.models.stored import was_asked
+from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
-from draftsmith.train import loop, sharded
+from draftsmith.train import sharded
+from draftsmith.train.launch import console
 
 SAME = 0.2  # of a token's features: relative difference by rounding at most, also of bfloat16 on another device
 
@@ -99,8 +100,8 @@ def hidden_states(
         place, made = make(reused[-1])  # the last one: what a crash of the machine is likeliest to lose
         _compare(kept[place], made.cpu().to(dtype), target.hidden_size, str(stored))
     writes = stored is None or not sharded.spreads() or accelerator.is_main_process
-    loop.console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
-    with ProgressBar("the target's hidden states", len(numbers), loop.console) as bar:
+    console.print(f"  cache_hidden: {what} {where}, {free / 1e9:.1f} GB are free")
+    with ProgressBar("the target's hidden states", len(numbers), console) as bar:
         for count, number in enumerate(numbers, 1):
             place, made = make(number)
             if writes:

@@ -20,9 +20,8 @@ from filelock import Timeout
 from pydantic import TypeAdapter
 
 from draftsmith.common.command import first_line
-from draftsmith.common.content import short
 from draftsmith.common.files import check_folder, json_object, locked, read_text, write_json
-from draftsmith.common.recipe import Section
+from draftsmith.common.recipe import Section, short
 from draftsmith.common.sections import DrafterRecipe, Recipe, Stage
 from draftsmith.data.tokenized import read_template
 from draftsmith.models.artifact import part_folders
@@ -123,11 +122,7 @@ def _kind(folder: Path) -> str | None:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check that the data files and the chat template that a recipe names exist. No data is read.
-
-    Raises:
-        FileNotFoundError, ValueError: something is missing, or the template is no template.
-    """
+    """Check that the data files and the chat template that a recipe names exist. No data is read."""
     for source in (*recipe.data.train, *recipe.data.validation):
         if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
@@ -136,11 +131,7 @@ def check_data(recipe: Recipe) -> None:
 
 def check(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Check that what a recipe names exists: data files, chat template, packages, a login for its upload. No data is
-    read.
-
-    Raises:
-        FileNotFoundError, ValueError: something is missing, or the template is no template.
-    """
+    read."""
     check_data(recipe)
     quantized = getattr(getattr(recipe, "target", None), "quantize", "none") != "none"  # not every recipe has a target
     wanted = {
@@ -168,9 +159,6 @@ def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> N
 
     Args:
         parameters: how many train, in float32.
-
-    Raises:
-        ValueError: they cannot.
     """
     moments = 2 if stage.optim.eight_bit else 8  # bytes of a parameter, at most
     saved = recipe.checkpoint.keep + 1  # the oldest goes last
@@ -193,11 +181,6 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
     Args:
         restart: delete the run in it.
         main: as for :func:`held`.
-
-    Raises:
-        ValueError: the folder holds a run and neither ``--resume`` nor ``--restart`` was given, or both were; or there
-            is a link where the run has a folder.
-        OSError: the folder cannot be read or written.
     """
     if resume and restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
@@ -221,11 +204,7 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
 
 
 def check_unchanged(recipe: Recipe) -> None:
-    """Refuse to go on with another drafter, or on other data, than the run in the folder began with.
-
-    Raises:
-        ValueError: a field of these sections has changed.
-    """
+    """Refuse to go on with another drafter, or on other data, than the run in the folder began with."""
     file = recipe.run.folder / "recipe.yaml"
     try:
         began = yaml.safe_load(read_text(file, "recipe")) if file.exists() else None

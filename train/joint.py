@@ -5,105 +5,30 @@ Shape letters: B batch, S rows, T tokens, P positions, d hidden width.
 """
 
 import math
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, Factor, Name, Optim, Positive
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.models.adapter import FOLDER, add_lora, merge_adapter, switched_off, write_adapter
 from draftsmith.models.artifact import provenance, write_model
-from draftsmith.models.stored import fingerprint
+from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.target import Target, load_target
-from draftsmith.train import loop
+from draftsmith.train.launch import console
+from draftsmith.train.loop import checkpoint_activations
 from draftsmith.train.losses import in_chunks, shifted_labels
+from draftsmith.train.sections.medusa import Joint
 
 
-class Lora(Section):
-    """The adapters that train with the drafter. r, alpha and dropout are the published ones; the published recipe has
-    one on ``lm_head`` too, which is not possible where the heads share it."""
-
-    r: int = Field(default=32, gt=0, le=4096)
-    alpha: Factor = 16
-    dropout: float = Field(default=0.05, ge=0, lt=1)
-    modules: list[Name] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        min_length=1,
-        description="names of linear layers; lm_head may be one, and is untied from the embeddings first",
-    )
-
-
-class Joint(Section):
-    """A stage in which the target trains too: loss = L_LM + λ0 · L_heads."""
-
-    lora: Lora = Lora()
-    loss: Literal["kl", "ce"] = Field(
-        default="kl",
-        description="kl: KL(the target as it was ‖ as it is), for its own texts; ce: cross-entropy, for others",
-    )
-    head_weight: Factor | None = Field(
-        default=None,
-        description="λ0: 0.2 with ce, 0.01 with kl if left out; with kl it is divided by the supervised share of the "
-        "positions, because the published 0.01 goes with a sum over all of them",
-    )
-    ramp: Literal["constant", "linear", "sine"] | None = Field(
-        default=None, description="how λ0 is reached; if left out, constant with ce and along a sine with kl"
-    )
-    ramp_steps: Positive | None = Field(default=None, description="in so many steps; all of the stage's if left out")
-    heads_lr: Factor = Field(default=4.0, description="the heads' learning rate, as a multiple of the adapters'")
-    max_kl: float = Field(
-        default=0.05, gt=0, le=1e6, description="nats per token the target may move, on held-out answers"
-    )
-    on_drift: Literal["warn", "stop"] = Field(default="warn", description="what happens beyond max_kl")
-
-    def check(self, recipe: DrafterRecipe, optim: Optim, shared: bool) -> None:
-        """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head.
-
-        Raises:
-            ValueError: the recipe asks for it.
-        """
-        if optim.name != "adamw":
-            raise ValueError(
-                "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"
-            )
-        if self.loss == "kl" and recipe.target.quantize != "none":
-            raise ValueError(
-                f"target.quantize={recipe.target.quantize}: joint.loss=kl compares with the target as it was, which "
-                "has to be unquantised (arXiv 2401.10774 §2.3.2); use none, or joint.loss=ce"
-            )
-        if "lm_head" in self.lora.modules and shared:
-            raise ValueError(
-                "joint.lora.modules: lm_head is shared by all heads; drop it, or set drafter.projection=own"
-            )
-        if recipe.precision.compile:
-            raise ValueError("precision.compile: joint training changes its loss at every step; leave it off")
-
-    def check_loaded(self, recipe: DrafterRecipe, target: Target) -> None:
-        """Refuse what cannot go with a target that is stored quantised, before anything trains.
-
-        Raises:
-            ValueError: the recipe asks for it.
-        """
-        asked = "joint.loss=kl" if self.loss == "kl" else "export.merged=true" if recipe.export.merged else None
-        if target.quantized and recipe.target.quantize == "none" and asked:
-            why = (
-                "compares with the target as it was"
-                if self.loss == "kl"
-                else "writes the target with the adapter in it"
-            )
-            raise ValueError(
-                f"target.name={target.name}: {asked} {why}, which has to be unquantised, and this one is stored "
-                "quantised; name the model that was quantised, or set joint.loss=ce and export.merged=false"
-            )
-
-    def weight(self, step: int, steps: int) -> float:
-        """λ0 at step ``step`` (from 0) of a stage of ``steps``."""
-        final = self.head_weight or (0.2 if self.loss == "ce" else 0.01)
-        share = min(1.0, (step + 1) / (self.ramp_steps or steps))
-        ramp = self.ramp or ("constant" if self.loss == "ce" else "sine")
-        return final * {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}[ramp]
+def check_loaded(joint: Joint, recipe: DrafterRecipe, target: Target) -> None:
+    """Refuse what cannot go with a target that is stored quantised, before anything trains."""
+    asked = "joint.loss=kl" if joint.loss == "kl" else "export.merged=true" if recipe.export.merged else None
+    if target.quantized and recipe.target.quantize == "none" and asked:
+        why = "compares with the target as it was" if joint.loss == "kl" else "writes the target with the adapter in it"
+        raise ValueError(
+            f"target.name={target.name}: {asked} {why}, which has to be unquantised, and this one is stored "
+            "quantised; name the model that was quantised, or set joint.loss=ce and export.merged=false"
+        )
 
 
 def add_adapters(target: Target, joint: Joint, seed: int, gradient_checkpointing: bool) -> None:
@@ -112,7 +37,7 @@ def add_adapters(target: Target, joint: Joint, seed: int, gradient_checkpointing
     lora = joint.lora
     add_lora(target, lora.r, lora.alpha, lora.dropout, lora.modules)
     if gradient_checkpointing:
-        loop.checkpoint_activations(target.model)
+        checkpoint_activations(target.model)
 
 
 def divergence(target: Target, hidden: Tensor, teacher: Tensor) -> Tensor:
@@ -172,7 +97,7 @@ def guarded(joint: Joint, tau: float, kl: float) -> float:
     message = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={joint.max_kl:g}"
     if joint.on_drift == "stop":
         raise FloatingPointError(f"{message}; lower the stage's optim.lr or head_weight, then --resume or --restart")
-    loop.console.print(f"  {message}; weights that moved less are preferred to these", style="yellow")
+    console.print(f"  {message}; weights that moved less are preferred to these", style="yellow")
     return -kl if kl == kl else -math.inf
 
 

@@ -7,85 +7,36 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 from functools import partial
-from typing import Any, ClassVar
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-lm.yaml", "stages.0.steps=20", "two steps of every stage with a far smaller model"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("lm")) if __name__ == "__main__" else None
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.common.files import replacing_folder
-from draftsmith.common.sections import TINY_EVALUATE, TINY_LENGTH, Name, Stage, Tokens, TrainingRecipe, refuse_set
 from draftsmith.data import packing, sources
 from draftsmith.data.bpe import END_OF_TEXT, END_OF_TURN, encode, other_tokenizer, train_tokenizer
 from draftsmith.data.rows import rows as rows_of
 from draftsmith.models.artifact import write_model
+from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
-from draftsmith.models.stored import resolve_folder
-from draftsmith.train import loop
 from draftsmith.train.dry_run import Plan
-from draftsmith.train.lm_model import Lookahead, Model, Packed, check_beginning, config_of, load_weights, parameters_of
+from draftsmith.train.launch import console
+from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
+from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.samples import in_turn
-from draftsmith.train.unlikelihood import Unlikelihood, continuations
-
-UNREAD = (
-    *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised"),
-    *("evaluate.decode", "evaluate.prompts", "export.merged"),
-)
-
-
-class LmStage(Stage):
-    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
-
-    max_length: Tokens
-    unlikelihood: Unlikelihood | None = None
-
-
-class LmRecipe(TrainingRecipe):
-    tiny: ClassVar[dict[str, Any]] = {  # another tokenizer has more entries
-        "init_from": None,
-        "tokenizer": None,
-        "evaluate": TINY_EVALUATE,
-    }
-
-    model: Model
-    init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")
-    tokenizer: Name | None = Field(
-        default=None, description="a folder whose tokenizer to use; left out, init_from's, or one trained on the text"
-    )
-    lookahead: Lookahead | None = None
-    stages: list[LmStage] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _possible(self) -> "LmRecipe":
-        if self.init_from and self.tokenizer:
-            raise ValueError("init_from brings its tokenizer; leave out one of 'init_from' and 'tokenizer'")
-        if self.export.push_to_hub:
-            raise ValueError("export.push_to_hub uploads drafters; upload a model with: hf upload USER/NAME FOLDER")
-        if self.export.licence:
-            raise ValueError("export.licence is for the model card of a drafter, which a model has not; leave it out")
-        if self.export.dtype != "float32":
-            raise ValueError("export.dtype is for drafters; a model's dtype is that of its training: leave it out")
-        refuse_set(self, UNREAD, "it is for drafters, and this script trains a model on all tokens of its text")
-        if any(source.answers is not None for source in [*self.data.train, *self.data.validation]):
-            raise ValueError("answers: they are for drafters, and this script trains on the text itself; leave it out")
-        for source in self.data.train:
-            if source.streaming and source.limit is None:
-                raise ValueError(
-                    f"source {source.source!r} is streamed; this script reads all its text first: set 'limit'"
-                )
-        return self
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch, in_turn
+from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.lm import LmRecipe, Lookahead
+from draftsmith.train.unlikelihood import continuations
 
 
 class LanguageModel(nn.Module):
@@ -108,7 +59,7 @@ class LanguageModel(nn.Module):
         """The number of rows on which the lookahead heads train, the first ones."""
         return max(1, round(len(tokens) * self.lookahead.share)) if self.lookahead else 0
 
-    def labels(self, batch: loop.Batch) -> Tensor:
+    def labels(self, batch: Batch) -> Tensor:
         """``[1 + K, S, T]``: of the next token over all rows, then of each lookahead head over the first rows."""
         tokens, heads = batch["tokens"], self.lookahead.num_heads if self.lookahead else 0
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
@@ -116,11 +67,11 @@ class LanguageModel(nn.Module):
         labels[1:, self.few(tokens) :] = -100
         return labels
 
-    def count(self, batch: loop.Batch) -> Tensor:
+    def count(self, batch: Batch) -> Tensor:
         counts = (labels_of(self, batch) != -100).sum((1, 2))
         return torch.cat([counts, batch["again"].sum()[None]]) if "again" in batch else counts
 
-    def forward(self, batch: loop.Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch["tokens"].long()
         hidden = self.model.model(tokens, use_cache=False).last_hidden_state
         labels = labels_of(self, batch)
@@ -149,18 +100,19 @@ class LanguageModel(nn.Module):
         return loss, metrics
 
 
-def make_tokenizer(run: Run[LmRecipe]) -> PreTrainedTokenizerFast:
-    """The resumed run's tokenizer, ``init_from``'s, the recipe's, or one trained on the text; stored in the folder."""
+def make_tokenizer(run: Run[LmRecipe], start: ModelFolder | None) -> PreTrainedTokenizerFast:
+    """The resumed run's tokenizer, that of ``init_from`` (``start``), the recipe's, or one trained on the text; stored
+    in the folder."""
     recipe, folder = run.recipe, run.folder
     if run.resume and (folder / "tokenizer.json").exists():
         return PreTrainedTokenizerFast.from_pretrained(folder)
     if recipe.init_from:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(resolve_folder(recipe.init_from))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained((start or locate(recipe.init_from)).path)
     elif recipe.tokenizer:
         tokenizer = other_tokenizer(recipe.tokenizer, recipe.model.vocab_size)
     else:
         m = recipe.model
-        loop.console.print("training the tokenizer …")
+        console.print("training the tokenizer …")
         tokenizer = train_tokenizer(recipe.data.train, m.vocab_size, m.max_position_embeddings)
     if run.main:
         with replacing_folder(folder) as temporary:
@@ -186,24 +138,25 @@ def train(run: Run[LmRecipe]) -> None:
     recipe, folder, m = run.recipe, run.folder, run.recipe.model
     run.save_recipe()
     run.check_room(parameters_of(m))
-    if recipe.init_from and not run.resume:
-        check_beginning(recipe.init_from, m)
-    tokenizer, most = make_tokenizer(run), recipe.data.max_skipped
+    start = locate(recipe.init_from) if recipe.init_from and not run.resume else None
+    if start:
+        check_beginning(start, m)
+    tokenizer, most = make_tokenizer(run, start), recipe.data.max_skipped
     corpora = [encode(source, tokenizer, most) for source in recipe.data.train]
     held_out = [encode(source, tokenizer, most) for source in recipe.data.validation]
     for source, ids in zip(recipe.data.train, corpora, strict=True):
-        loop.console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
+        console.print(f"  {source.source} ({source.form}): {len(ids)} documents, {sum(map(len, ids)):,} tokens")
 
     torch.manual_seed(recipe.run.seed)
     end, end_of_turn = (int(tokenizer.get_vocab()[token]) for token in (END_OF_TEXT, END_OF_TURN))
     model = LlamaForCausalLM(config_of(m, end))
-    if recipe.init_from and not run.resume:
-        load_weights(model, resolve_folder(recipe.init_from))
+    if start:
+        load_weights(model, start)
     if recipe.precision.gradient_checkpointing:
-        loop.checkpoint_activations(model)
+        checkpoint_activations(model)
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in model.parameters())
-    loop.console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
+    console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
     validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
     validation = validation[: recipe.evaluate.sequences]
     measure = partial(evaluate, validation, run.accelerator.device)
@@ -213,7 +166,7 @@ def train(run: Run[LmRecipe]) -> None:
         written = continuations(run, stage.name, stage.unlikelihood, model, tokenizer)
         module.unlikelihood = stage.unlikelihood.weight if stage.unlikelihood else 1.0
         # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
-        run.fit(stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
+        fit(run, stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
 
     module.to(torch.bfloat16).float()  # the shipped weights, in half the file, are what is measured
     module.eval()
@@ -234,7 +187,7 @@ def train(run: Run[LmRecipe]) -> None:
     write_model(folder, model, tokenizer, facts)
     if run.dry:
         return
-    loop.console.print(
+    console.print(
         f"done: {folder} (validation loss {loss:.3f}); try: python inference/decode.py none "
         f"--target {folder} --prompt 'def read('"
     )
@@ -253,7 +206,7 @@ SCRIPT = Script("lm", LmRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

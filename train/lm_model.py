@@ -1,66 +1,17 @@
 """The model that train/lm.py trains: its section in a recipe, its architecture and rows, a stored one to begin with."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.common.files import json_object
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import Factor, Layers, Share, Tokens
-from draftsmith.data.bpe import ROLES, check_ends
-from draftsmith.models.stored import resolve_folder
+from draftsmith.data.bpe import check_ends
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.loop import Batch
-
-Width = Annotated[int, Field(gt=0, le=1 << 18)]
-
-
-class Model(Section):
-    tiny: ClassVar[dict[str, Any]] = {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "max_position_embeddings": 512,
-        "vocab_size": 512,
-    }
-
-    vocab_size: int = Field(
-        default=4096, ge=256 + 2 + len(ROLES), le=1 << 20, description="at least the bytes and special tokens"
-    )
-    hidden_size: Width
-    num_layers: int = Field(gt=0, le=1024)
-    num_heads: int = Field(gt=0, le=1024)
-    num_kv_heads: int = Field(gt=0, le=1024)
-    head_dim: int = Field(default=32, gt=0, le=4096, multiple_of=2, description="rotary embeddings turn pairs")
-    intermediate_size: Width
-    max_position_embeddings: Tokens = 4096
-    rope_theta: float = Field(default=100000.0, ge=1, le=1e12)
-
-    @model_validator(mode="after")
-    def _grouped(self) -> "Model":
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        return self
-
-
-class Lookahead(Section):
-    """Extra heads that predict tokens further ahead from the same hidden state while the LM trains, and are then thrown
-    away (multi-token prediction, arXiv 2404.19737): they leave a hidden state that drafter heads can read more from."""
-
-    num_heads: Layers
-    weight: Factor = Field(default=0.3, description="of head k's loss: weight × 0.8^k")
-    share: Share = Field(
-        default=0.25, gt=0, description="share of each micro-batch's rows that they train on, at least one row"
-    )
+from draftsmith.train.samples import Batch
+from draftsmith.train.sections.lm import Model
 
 
 class Packed:
@@ -76,17 +27,13 @@ class Packed:
         return {"tokens": self.rows[list(numbers)]}
 
 
-def load_weights(model: LlamaForCausalLM, folder: Path) -> None:
-    """Copy a stored model's weights.
-
-    Raises:
-        ValueError: it has another shape.
-    """
-    stored = load_target(str(folder), device="cpu").model.state_dict()
+def load_weights(model: LlamaForCausalLM, start: ModelFolder) -> None:
+    """Copy a stored model's weights."""
+    stored = load_target(start, device="cpu").model.state_dict()
     own = model.state_dict()
     different = [name for name in own if name not in stored or own[name].shape != stored[name].shape]
     if different or stored.keys() != own.keys():
-        raise ValueError(f"init_from={folder}: its shape is not the recipe's model ({', '.join(different[:3])} …)")
+        raise ValueError(f"init_from={start.path}: its shape is not the recipe's model ({', '.join(different[:3])} …)")
     model.load_state_dict(stored)
 
 
@@ -114,18 +61,14 @@ def parameters_of(m: Model) -> int:
         return sum(p.numel() for p in LlamaForCausalLM(config_of(m, 0)).parameters())
 
 
-def check_beginning(init_from: str, m: Model) -> None:
-    """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it has another shape, or its tokenizer lacks our end tokens.
-    """
-    where, folder = f"init_from={init_from}", resolve_folder(init_from)
+def check_beginning(start: ModelFolder, m: Model) -> None:
+    """Check ``init_from`` by its config and tokenizer, before any text is read; its weights are checked later."""
+    where, folder = f"init_from={start.name}", start.path
     if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{where}: no model with its tokenizer there (config.json, tokenizer.json)")
-    stored, own = json_object(folder / "config.json"), config_of(m, 0).to_dict()
+    stored, own = start.config, config_of(m, 0).to_dict()
     counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     for name in ("vocab_size", "hidden_size", *counts, "intermediate_size"):
         if stored.get(name) != own[name]:
             raise ValueError(f"{where}: its shape is not the recipe's model: {name} {stored.get(name)} ≠ {own[name]}")
-    check_ends(where, load_tokenizer(folder).get_vocab())
+    check_ends(where, load_tokenizer(start).get_vocab())

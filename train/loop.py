@@ -7,105 +7,32 @@ however they are split. A module with a method ``labels(batch)`` finds its resul
 made once.
 """
 
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.common.command import available_cores, interruptible, make_console
-from draftsmith.common.files import append, parse_json, write_text
+from draftsmith.common.command import interruptible
+from draftsmith.common.files import parse_json, write_text
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.sections import DrafterRecipe, Precision, R, Stage, TargetSection
-from draftsmith.models import precision
-from draftsmith.models.stored import difference, resolve_folder, same_target, stored_dtype
+from draftsmith.common.sections import R, Stage
+from draftsmith.models.files.identity import difference, same_target
 from draftsmith.train import checkpoint, sharded
+from draftsmith.train.launch import console
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.page import TrainingPage
+from draftsmith.train.run import LIBRARIES, Run
+from draftsmith.train.samples import Batch, Batches, Sampler
 from draftsmith.train.track import Trackers
 
-Batch = dict[str, Tensor]
 Evaluate = Callable[[nn.Module], dict[str, float]]
-console = make_console()
 FIGURES = 8  # of a printed line, at most; metrics.jsonl has them all
-LIBRARIES = ("torch", "transformers", "tokenizers")  # with another version of which a step may differ
 LOG_EVERY = 10  # steps between two lines of metrics.jsonl
-
-
-def make_accelerator(wanted: Precision) -> Accelerator:
-    """An ``Accelerator`` that really runs as many processes as were launched.
-
-    Raises:
-        ValueError: the launcher started another number of processes than accelerate sees.
-    """
-    # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
-    cpu = not torch.cuda.is_available()
-    if cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
-    if cpu and sharded.strategy() in ("zero2", "zero3"):
-        sharded.leave_out_shared_memory()
-    if cpu and "LOCAL_RANK" in os.environ:
-        PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
-    # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
-    # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
-    with sharded.hidden_from_accelerate():
-        accelerator = Accelerator(mixed_precision="no", cpu=cpu and sharded.strategy() != "zero2")
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise ValueError(
-            f"{launched} processes were launched but accelerate sees {accelerator.num_processes}; on CPU launch with "
-            "--multi_gpu --num_processes N (sic) or torchrun, not --cpu"
-        )
-    return accelerator
-
-
-def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) -> R:
-    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on this device, printed
-    in a line, with a warning where that is slow here.
-
-    Args:
-        resume: ``auto`` is what the run's newest checkpoint was trained with.
-
-    Raises:
-        FileNotFoundError, ValueError: on a GPU, the target's config cannot be read.
-    """
-    newest = checkpoint.checkpoints(recipe.run.folder / "checkpoints")[-1:] if resume else []
-    began = checkpoint.read_state(newest[0]) if newest else {}
-    device, target = accelerator.device, getattr(recipe, "target", None)  # not every recipe has one
-    cast = precision.choose_autocast(recipe.precision.autocast, device, began.get("autocast"))
-    dtype, update = precision.Choice("float32", ""), {}
-    if target is not None:
-        dtype = dtype_of(target, device, began.get("dtype"))
-        update["target"] = target.model_copy(update={"dtype": dtype.value})
-    if accelerator.is_main_process:
-        for line in precision.describe(device, dtype, cast):
-            console.print(line, style="yellow" if line.startswith("warning") else None)
-    update["precision"] = recipe.precision.model_copy(update={"autocast": cast.value})
-    return recipe.model_copy(update=update)
-
-
-def dtype_of(
-    target: TargetSection, device: torch.device, began: str | None = None, weights: int = 0
-) -> precision.Choice:
-    """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
-
-    def stored() -> str:
-        return stored_dtype(resolve_folder(target.name, target.revision, weights=False))
-
-    quantized = target.quantize != "none"
-    return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -113,97 +40,6 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     # The second is the first's older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-@dataclass
-class RunState(Generic[R]):
-    """An open run: nobody else works in its folder, and its recipe can run here. It goes on from stage to stage.
-
-    kind: the script's name.
-    resume: there is a checkpoint to go on from.
-    small: it is the tiny form of a recipe.
-    dry: it is of --dry-run, and its folder is deleted in the end.
-    fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
-    older_fingerprint: the same target's by earlier versions.
-    best: highest value of the stage's selection metric so far.
-    best_step: the step that had it; 0 if it is not known.
-    step: over all stages.
-    first: the step at which the stage began.
-    seconds: of the steps so far, over all stages, without evaluations and checkpoints.
-    used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
-    depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
-    resumed: the checkpoint's weights are restored.
-    """
-
-    recipe: R
-    kind: str
-    accelerator: Accelerator
-    resume: bool
-    command: str
-    small: bool = False
-    dry: bool = False
-    fingerprint: str = ""
-    older_fingerprint: str = ""
-    trackers: Trackers | None = None
-    page: TrainingPage | None = None
-    best: float = -math.inf
-    best_step: int = 0
-    step: int = 0
-    first: int = 0
-    seconds: float = 0.0
-    used: float = 0.0
-    depends_on: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
-    resumed: bool = False
-
-    @property
-    def folder(self) -> Path:
-        return self.recipe.run.folder
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def main(self) -> bool:
-        return self.accelerator.is_main_process
-
-    @property
-    def dtype(self) -> str | None:
-        """The frozen target's, if there is one."""
-        return self.recipe.target.dtype if isinstance(self.recipe, DrafterRecipe) else None
-
-    @property
-    def remaining(self) -> list[str]:
-        """Names of the stages that are still to be trained, the first one perhaps in part."""
-        names = [stage.name for stage in self.recipe.stages]
-        if not self.resume:
-            return names
-        last = checkpoint.read_state(checkpoint.checkpoints(self.checkpoints)[-1])["stage"]
-        return names[names.index(last) if last in names else 0 :]
-
-    def place(self, stage: Stage) -> int:
-        """Number of a stage of the recipe."""
-        return [each.name for each in self.recipe.stages].index(stage.name)
-
-    def record(self, line: dict[str, Any]) -> None:
-        """Write a line of ``metrics.jsonl``, for the trackers too; on the main process."""
-        if self.main:
-            append(self.folder / "metrics.jsonl", json.dumps(line))
-            if self.trackers:
-                self.trackers.log(line)
-
-    def autocast(self) -> torch.autocast:
-        """The recipe's precision, for forward passes."""
-        wanted = self.recipe.precision.autocast
-        assert wanted != "auto", "with_precision comes first"
-        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=wanted == "bfloat16")
-
-    @contextmanager
-    def evaluating(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the module is in eval mode, without gradients, in the recipe's precision."""
-        module.eval()
-        with torch.no_grad(), self.autocast():
-            yield
 
 
 def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
@@ -220,11 +56,7 @@ def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
 
 
 def micro_batch(stage: Stage, processes: int) -> int:
-    """How many sequences a process runs at once.
-
-    Raises:
-        ValueError: the stage's sequences cannot be shared out evenly.
-    """
+    """How many sequences a process runs at once."""
     sequences, accumulate = stage.batch.sequences, stage.batch.accumulate
     if sequences % (processes * accumulate):
         raise ValueError(
@@ -247,8 +79,49 @@ class Samples(Protocol):
         ...
 
 
-def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
-    """Train one stage.
+def fit(
+    run: Run[R],
+    stage: Stage,
+    module: nn.Module,
+    rows: Sequence[Batches],
+    evaluate: Evaluate,
+    best_on: str,
+    *,
+    weights: Sequence[float] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
+    take_best: bool = True,
+) -> None:
+    """Train one stage of the recipe; afterwards the module has the weights of its best evaluation.
+
+    Args:
+        rows: by training source, or parts of these with their own ``weights``.
+        best_on: the metric that selects weights; ``"-x"`` where less is better.
+        beside: tensors whose rows are added to the batches, in turn.
+        take_best: False: the module keeps its last weights.
+    """
+    stage = run.with_steps(stage, rows)
+    recipe = run.recipe
+    if run.main and not run.trackers:
+        run.trackers = Trackers(recipe.track, run.folder, recipe.model_dump(mode="json"))
+    before = sum(earlier.samples for earlier in recipe.stages[: run.place(stage)])
+    sources = recipe.data.train
+    names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
+    sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
+    samples = sampler.stage(stage.samples, before, beside)
+    optimize(run, module, samples, stage, evaluate, best_on)
+    labels = samples.labels()
+    run.labels_seen = None if run.labels_seen is None or labels is None else run.labels_seen + labels
+    if take_best:
+        if run.main and 0 < run.best_step < run.step:
+            console.print(
+                f"{stage.name}: its weights are those of step {run.best_step}, the best by {best_on.lstrip('-')}; "
+                f"the steps up to {run.step} made it worse"
+            )
+        module.load_state_dict(checkpoint.read_tensors(run.checkpoints / "best" / stage.name), strict=False)
+
+
+def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
+    """Run the steps of one stage.
 
     Args:
         evaluate: metrics of the module, every ``evaluate.every`` steps and at the end.
@@ -355,12 +228,8 @@ def fit(run: RunState[R], module: nn.Module, samples: Samples, stage: Stage, eva
 
 
 @torch.no_grad()
-def _check_features(run: RunState[Any], module: nn.Module, batches: Sequence[Batch], where: str) -> None:
-    """Find out whether a loss is not finite because of what the frozen target makes of the batches.
-
-    Raises:
-        FloatingPointError: it is.
-    """
+def _check_features(run: Run[Any], module: nn.Module, batches: Sequence[Batch], where: str) -> None:
+    """Find out whether a loss is not finite because of what the frozen target makes of the batches."""
     target = getattr(module, "target", None)
     if target is None or sharded.spreads():  # a forward pass of a part of it is no process's own business
         return
@@ -396,7 +265,7 @@ class _Meter:
             self.sums[key] = self.sums.get(key, 0) + value
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
 
-    def log(self, run: RunState[R], stage: Stage, rate: float) -> str:
+    def log(self, run: Run[R], stage: Stage, rate: float) -> str:
         """Write the line and begin anew; returns a note for the progress bar."""
         now = time.monotonic()
         reduced: dict[str, Any] = {k: run.accelerator.reduce(v.float(), "sum") for k, v in self.sums.items()}
@@ -407,13 +276,9 @@ class _Meter:
         return f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
 
 
-def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimizer, stage: Stage) -> int | None:
+def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, stage: Stage) -> int | None:
     """The step of the stage to begin at, 0 or, with its weights and optimizer restored, that of the checkpoint which a
-    resumed run goes on from; None if that was written in a later stage.
-
-    Raises:
-        ValueError: the checkpoint is another target's, or the recipe does not reach it.
-    """
+    resumed run goes on from; None if that was written in a later stage."""
     if not run.resume or run.resumed:
         return 0
     name, stages = stage.name, [each.name for each in run.recipe.stages]
@@ -466,7 +331,7 @@ def _resume(run: RunState[R], module: nn.Module, optimizer: torch.optim.Optimize
     return step
 
 
-def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str) -> None:
+def _evaluate(run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str) -> None:
     """Record and print the module's metrics, behind the ``note`` on the steps before, and keep its weights if they are
     the best of the stage so far."""
     with run.evaluating(module):
@@ -488,7 +353,7 @@ def _evaluate(run: RunState[R], module: nn.Module, stage: Stage, evaluate: Evalu
         run.page.write()
 
 
-def _save(run: RunState[R], module: nn.Module, prepared: Any, optimizer: Any, stage: Stage, step: int) -> None:
+def _save(run: Run[R], module: nn.Module, prepared: Any, optimizer: Any, stage: Stage, step: int) -> None:
     """Write a checkpoint after ``step`` steps of the stage. ``prepared``: the module under the launcher's strategy."""
     zero_2, keep = sharded.strategy() == "zero2", run.recipe.checkpoint.keep
     if zero_2:

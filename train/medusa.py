@@ -12,10 +12,9 @@ inference/decode.py. Shape letters: B batch, T tokens, K heads, d hidden width, 
 
 import copy
 from functools import partial
-from typing import Literal
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__,
@@ -23,64 +22,29 @@ PARSER = recipe_parser(
     "stages.0.optim.lr=1e-3",
     "two steps of each stage on a small random target and bundled samples",
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("medusa")) if __name__ == "__main__" else None
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Stage
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.measure.tree_statistics import SIMULATED_NODES, best_tree, head_ranks, simulate
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.joint import Joint, add_adapters, cross_entropy, divergence, drift, export_target, guarded
-from draftsmith.train.loop import Batch
+from draftsmith.train.joint import add_adapters, check_loaded, cross_entropy, divergence, drift, export_target, guarded
+from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.medusa import MedusaRecipe, MedusaStage
 
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
-
-
-class Heads(Section):
-    num_draft_heads: Layers = 5
-    num_layers: Layers = 1
-    projection: Literal["own", "shared"] = "own"
-    draft_vocab_size: DraftVocabSize = None
-
-
-class MedusaStage(Stage):
-    joint: Joint | None = Field(default=None, description="Medusa-2: the target trains too; the last stage only")
-
-
-class MedusaRecipe(DrafterRecipe):
-    drafter: Heads
-    stages: list[MedusaStage] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _possible(self) -> "MedusaRecipe":
-        joint, heads = self.stages[-1].joint, self.drafter.num_draft_heads
-        if joint:
-            joint.check(self, self.stages[-1].optim, self.drafter.projection == "shared")
-        if any(stage.joint for stage in self.stages[:-1]):
-            raise ValueError(
-                "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
-            )
-        if self.precision.gradient_checkpointing and not joint:
-            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
-        if self.export.merged and not joint:
-            raise ValueError("export.merged: there is nothing to merge without a joint stage")
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < heads + 2:
-                raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = {heads + 1}")
-        return self
 
 
 class Medusa1(nn.Module):
@@ -104,7 +68,7 @@ class Medusa1(nn.Module):
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
         heads, ids = self.heads.config.num_draft_heads, self.heads.draft_vocab
         labels = torch.stack([shifted_labels(tokens, supervised, k + 1, segment) for k in range(1, heads + 1)])
-        return labels if ids is None else places(labels, ids, outside=-100)
+        return labels if ids is None else to_draft_ids(labels, ids, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each head."""
@@ -190,7 +154,7 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module, held_out: Batch) -> dict
         for top in (1, 5):
             right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
             metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
-    metrics |= run.real_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
+    metrics |= run.decode_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
     if isinstance(module, Medusa2):
         metrics |= drift(target, held_out["tokens"], held_out["supervised"])
         metrics["guarded_tau"] = guarded(module.joint, metrics["simulated_tau"], metrics["kl"])
@@ -218,14 +182,14 @@ def train(run: Run[MedusaRecipe]) -> None:
     """From the target to the exported drafter."""
     recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
     if joint := recipe.stages[-1].joint:
-        joint.check_loaded(recipe, target)
+        check_loaded(joint, recipe, target)
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     heads = MedusaHeads.for_target(target, d.num_draft_heads, d.num_layers, d.projection, size)
     run.start_weights(heads, target)
     module: Medusa1 = Medusa1(target, heads)
     rows = run.read_rows(target, d.num_draft_heads)
-    facts = draft_vocabulary.give(run, heads, target, rows)
-    # Of no use to a target that trains to the labels alone.
+    facts = draft_vocabulary.apply(run, heads, target, rows)
+    # Joint training on labels changes the target, so that kept hidden states would be stale.
     used = any(not stage.joint or stage.joint.loss == "kl" for stage in recipe.stages if stage.name in run.remaining)
     inputs = run.with_hidden(target, rows) if used else rows
     for stage in recipe.stages:
@@ -235,7 +199,7 @@ def train(run: Run[MedusaRecipe]) -> None:
             stage = run.with_steps(stage, inputs)  # λ0 rises over them
             module = Medusa2(target, heads, stage)
         best_on = "guarded_tau" if stage.joint else "simulated_tau"
-        run.fit(stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)
+        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)
     with run.evaluating(module):
         found = evaluate(run, module, run.held_out)
         tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
@@ -249,7 +213,7 @@ SCRIPT = Script("medusa", MedusaRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
 
 if TYPE_CHECKING:
-    from draftsmith.train.loop import RunState
+    from draftsmith.train.run import Run
 
 NAME = "training.html"
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
 class TrainingPage:
     """Writes ``training.html`` into the folder of a run; on its main process only."""
 
-    def __init__(self, run: "RunState[Any]") -> None:
+    def __init__(self, run: "Run[Any]") -> None:
         self.run, self.texts = run, list[dict[str, Any]]()
         self.environment = provenance()
         self.stage: Stage | None = None  # the one in training, if any is

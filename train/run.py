@@ -1,25 +1,24 @@
-"""What every training script shares: the command line, an open run, its target, rows, stages and export.
+"""An open run, which every training script shares: its state, folder, target, rows and export. No family of drafters
+is named here."""
 
-A script in train/ has its recipe sections, its loss, its evaluation and its stages; it hands a :class:`Script` to
-:func:`run_script` and trains the :class:`Run` that it gets. No family of drafters is named here.
-"""
-
-import argparse
-import contextlib
+import json
 import math
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-from draftsmith.common.files import json_object, write_json
-from draftsmith.common.recipe import read_recipe, write_recipe
+from draftsmith.common.files import append, write_json
+from draftsmith.common.recipe import write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import template_for
@@ -29,44 +28,39 @@ from draftsmith.inference.measure.tree_statistics import draft_labels
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish
-from draftsmith.models.from_published import as_ours
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import ModelFolder
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
-from draftsmith.train import checkpoint, dry_run, folders, loop, sharded
+from draftsmith.train import checkpoint, folders, sharded
 from draftsmith.train.features import hidden_states
-from draftsmith.train.loop import Batch, Evaluate, RunState, console
+from draftsmith.train.launch import console
 from draftsmith.train.page import TrainingPage
-from draftsmith.train.samples import Batches, Sampler, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
-from draftsmith.train.tiny import tiny, write_target
+from draftsmith.train.samples import Batch, Batches, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
 from draftsmith.train.track import Trackers
 
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
+LIBRARIES = ("torch", "transformers", "tokenizers")  # with another version of which a step may differ
 
 S = TypeVar("S", bound=Stage)
 
 
-def beginning(recipe: DrafterRecipe) -> str:
-    """The drafter of ``init_from``; of a published one, its converted copy.
-
-    Raises:
-        FileNotFoundError, ValueError: it is missing or damaged, or was trained for another target.
-    """
-    t = recipe.target
-    return as_ours(str(recipe.init_from), t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+def beginning(recipe: DrafterRecipe) -> ModelFolder | None:
+    """The drafter of ``init_from``, if there is one; of a published one, its converted copy."""
+    t, start = recipe.target, recipe.init_from
+    if start is None:
+        return None
+    return convert_if_published(start, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
 
 
-def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
-    """Check ``init_from``, for a drafter of this kind, by its config alone, before the target is loaded.
-
-    Raises:
-        FileNotFoundError, ValueError: it is missing, or another drafter than the recipe's.
-    """
-    where, folder = f"init_from={recipe.init_from}", resolve_folder(beginning(recipe))
-    if not (folder / "config.json").is_file():
+def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
+    """:func:`beginning`, checked for a drafter of this kind by its config alone, before the target is loaded."""
+    where, drafter = f"init_from={recipe.init_from}", beginning(recipe)
+    assert drafter is not None
+    if not (drafter.path / "config.json").is_file():
         raise FileNotFoundError(f"{where}: no drafter there (config.json)")
-    config = json_object(folder / "config.json")
+    config = drafter.config
     if config.get("drafter_type") != kind:
         raise ValueError(f"{where}: its drafter_type is {config.get('drafter_type')!r}, not {kind!r}")
     shape = recipe.drafter.model_dump(mode="json")
@@ -78,17 +72,104 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> None:
     for name, value in shape.items():
         if config.get(name, value) != value:  # what a config leaves out only concerns training
             raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")
+    return drafter
 
 
 @dataclass
-class Run(RunState[R]):
-    """An open run that a script trains: its target, rows, stages and export."""
+class Run(Generic[R]):
+    """An open run: nobody else works in its folder, and its recipe can run here. It goes on from stage to stage.
 
+    kind: the script's name.
+    resume: there is a checkpoint to go on from.
+    small: it is the tiny form of a recipe.
+    dry: it is of --dry-run, and its folder is deleted in the end.
+    fingerprint: of the frozen target, if there is one; a checkpoint belongs to it.
+    older_fingerprint: the same target's by earlier versions.
+    best: highest value of the stage's selection metric so far.
+    best_step: the step that had it; 0 if it is not known.
+    step: over all stages.
+    first: the step at which the stage began.
+    seconds: of the steps so far, over all stages, without evaluations and checkpoints.
+    used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
+    depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
+    resumed: the checkpoint's weights are restored.
+    """
+
+    recipe: R
+    kind: str
+    accelerator: Accelerator
+    resume: bool
+    command: str
+    small: bool = False
+    dry: bool = False
+    fingerprint: str = ""
+    older_fingerprint: str = ""
+    trackers: Trackers | None = None
+    page: TrainingPage | None = None
+    best: float = -math.inf
+    best_step: int = 0
+    step: int = 0
+    first: int = 0
+    seconds: float = 0.0
+    used: float = 0.0
+    depends_on: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
+    resumed: bool = False
     tokenizer: Any = None
     held_out: Batch = field(default_factory=dict)
+    start: ModelFolder | None = None  # the drafter of ``init_from``, once it is checked; none where a run resumes
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
     labels_seen: int | None = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.run.folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def dtype(self) -> str | None:
+        """The frozen target's, if there is one."""
+        return self.recipe.target.dtype if isinstance(self.recipe, DrafterRecipe) else None
+
+    @property
+    def remaining(self) -> list[str]:
+        """Names of the stages that are still to be trained, the first one perhaps in part."""
+        names = [stage.name for stage in self.recipe.stages]
+        if not self.resume:
+            return names
+        last = checkpoint.read_state(checkpoint.checkpoints(self.checkpoints)[-1])["stage"]
+        return names[names.index(last) if last in names else 0 :]
+
+    def place(self, stage: Stage) -> int:
+        """Number of a stage of the recipe."""
+        return [each.name for each in self.recipe.stages].index(stage.name)
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``, for the trackers too; on the main process."""
+        if self.main:
+            append(self.folder / "metrics.jsonl", json.dumps(line))
+            if self.trackers:
+                self.trackers.log(line)
+
+    def autocast(self) -> torch.autocast:
+        """The recipe's precision, for forward passes."""
+        wanted = self.recipe.precision.autocast
+        assert wanted != "auto", "with_precision comes first"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=wanted == "bfloat16")
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the module is in eval mode, without gradients, in the recipe's precision."""
+        module.eval()
+        with torch.no_grad(), self.autocast():
+            yield
 
     # ---- before training
 
@@ -98,15 +179,11 @@ class Run(RunState[R]):
             write_recipe(self.recipe, self.folder / "recipe.yaml", self.command)
 
     def load_target(self) -> Target:
-        """The frozen target of a :class:`DrafterRecipe`, spread over processes if the launcher says so.
-
-        Raises:
-            FileNotFoundError, ValueError: it cannot be loaded, or ``init_from`` is no drafter of the recipe's shape.
-        """
+        """The frozen target of a :class:`DrafterRecipe`, spread over processes if the launcher says so."""
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.init_from and not self.resume:
-            check_init_from(recipe, self.kind)
+            self.start = check_init_from(recipe, self.kind)
         t = recipe.target
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
@@ -126,16 +203,12 @@ class Run(RunState[R]):
 
     def start_weights(self, drafter: nn.Module, target: Target) -> None:
         """Put a new drafter on the run's device, with the weights of ``init_from``; check that there is room for its
-        checkpoints, and print its size.
-
-        Raises:
-            FileNotFoundError, ValueError: there is no such drafter, it has another target or shape, or no room.
-        """
+        checkpoints, and print its size."""
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         drafter.to(self.accelerator.device)
-        if recipe.init_from and not self.resume:
-            folder, config, weights = read_drafter(beginning(recipe))
+        if self.start:
+            folder, config, weights = read_drafter(self.start)
             check_target(folder, config, target)
             own = drafter.state_dict()
             if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
@@ -154,11 +227,7 @@ class Run(RunState[R]):
         )
 
     def check_room(self, parameters: int) -> None:
-        """Refuse a run whose checkpoints of so many parameters do not fit on the disk.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Refuse a run whose checkpoints of so many parameters do not fit on the disk."""
         if self.main:
             folders.check_room(self.folder, parameters, self.recipe, self.recipe.stages[0])
 
@@ -168,9 +237,6 @@ class Run(RunState[R]):
 
         Args:
             depth: of the drafts that evaluations measure on the validation rows.
-
-        Raises:
-            ValueError: no answer of these is long enough for them.
         """
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
@@ -222,11 +288,7 @@ class Run(RunState[R]):
     # ---- training
 
     def with_steps(self, stage: S, rows: Sequence[Batches]) -> S:
-        """The stage with its epochs, if it has any, as steps; so is it in the run's recipe from then on.
-
-        Raises:
-            ValueError: the number of rows is unknown, or too large.
-        """
+        """The stage with its epochs, if it has any, as steps; so is it in the run's recipe from then on."""
         if stage.epochs is None:
             return stage
         if not all(isinstance(part, Sized) for part in rows):
@@ -240,49 +302,9 @@ class Run(RunState[R]):
             console.print(f"{stage.name}: {stage.epochs:g} epochs of {count:,} rows are {counted.steps:,} steps")
         return counted
 
-    def fit(
-        self,
-        stage: Stage,
-        module: nn.Module,
-        rows: Sequence[Batches],
-        evaluate: Evaluate,
-        best_on: str,
-        *,
-        weights: Sequence[float] | None = None,
-        beside: Mapping[str, Tensor] | None = None,
-        take_best: bool = True,
-    ) -> None:
-        """Train one stage of the recipe; afterwards the module has the weights of its best evaluation.
-
-        Args:
-            rows: by training source, or parts of these with their own ``weights``.
-            best_on: the metric that selects weights; ``"-x"`` where less is better.
-            beside: tensors whose rows are added to the batches, in turn.
-            take_best: False: the module keeps its last weights.
-        """
-        stage = self.with_steps(stage, rows)
-        recipe = self.recipe
-        if self.main and not self.trackers:
-            self.trackers = Trackers(recipe.track, self.folder, recipe.model_dump(mode="json"))
-        before = sum(earlier.samples for earlier in recipe.stages[: self.place(stage)])
-        sources = recipe.data.train
-        names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
-        sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
-        samples = sampler.stage(stage.samples, before, beside)
-        loop.fit(self, module, samples, stage, evaluate, best_on)
-        labels = samples.labels()
-        self.labels_seen = None if self.labels_seen is None or labels is None else self.labels_seen + labels
-        if take_best:
-            if self.main and 0 < self.best_step < self.step:
-                console.print(
-                    f"{stage.name}: its weights are those of step {self.best_step}, the best by {best_on.lstrip('-')}; "
-                    f"the steps up to {self.step} made it worse"
-                )
-            module.load_state_dict(checkpoint.read_tensors(self.checkpoints / "best" / stage.name), strict=False)
-
-    def real_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
-        """``tau``: tokens that the engine accepts per step of held-out prompts with a copy of the drafter as it is
-        now; nothing at a step of the stage at which ``evaluate.decode`` does not ask for it."""
+    def decode_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
+        """``tau``: mean accepted length on held-out prompts, decoded by the engine with a copy of the current weights;
+        nothing at steps at which ``evaluate.decode`` does not ask for it."""
         wanted, step = self.recipe.evaluate, self.step - self.first
         if not wanted.decode or not step or step % wanted.decode or sharded.spreads():
             return {}
@@ -388,100 +410,3 @@ class Run(RunState[R]):
             )
         console.print(done.stdout.strip())
         publish(str(folder), repository, private)
-
-
-@dataclass(frozen=True)
-class Script(Generic[R]):
-    """A training script.
-
-    name: of its file in train/; its drafters' ``drafter_type``.
-    train: trains a run, from the target to the export.
-    plans: what each stage costs, for --dry-run.
-    """
-
-    name: str
-    recipe: type[R]
-    train: Callable[[Run[R]], None]
-    plans: Callable[[R], list[dry_run.Plan]]
-
-
-def run_script(script: Script[R], parser: argparse.ArgumentParser) -> None:
-    """The command of a training script."""
-    args = parser.parse_intermixed_args()
-    launched = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
-    launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
-    command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
-    recipe = read_recipe(args.recipe, script.recipe, args.overrides)
-    accelerator = loop.make_accelerator(recipe.precision)
-    if args.tiny:
-        recipe = tiny(recipe, processes=accelerator.num_processes)
-    main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
-    for stage in recipe.stages:
-        loop.micro_batch(stage, accelerator.num_processes)
-    _check_strategy(recipe)
-    if args.dry_run:
-        folders.check_data(recipe)
-        if isinstance(recipe, DrafterRecipe) and recipe.init_from:
-            check_init_from(recipe, script.name)
-        if main_process:
-            dry_run.show(recipe, script.plans, accelerator, args.verbose)
-            console.print("now the same recipe at toy size, with a random target of the family …")
-        recipe = tiny(recipe, "dry-run", accelerator.num_processes)
-    folders.check(recipe, recipe.stages)
-    folder = recipe.run.folder
-    above = [one for one in folder.parents if not one.exists()]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(folders.held(folder, script.name, main_process))
-        if args.dry_run and main_process:
-            stack.callback(dry_run.delete, folder, above)
-        with accelerator.main_process_first():
-            resume = folders.begin(folder, args.resume and not small, args.restart or small, main_process)
-            if resume:
-                folders.check_unchanged(recipe)
-            elif args.resume and main_process and not small:
-                console.print(f"{folder}: there is no checkpoint to go on from; the run begins")
-            if small and main_process and isinstance(recipe, DrafterRecipe):
-                write_target(recipe.target)
-        recipe = loop.with_precision(recipe, accelerator, resume)
-        run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
-        if main_process and not args.dry_run:
-            run.page = TrainingPage(run)
-        try:
-            script.train(run)
-        except (Exception, KeyboardInterrupt) as error:
-            if run.page and run.page.stage:
-                run.page.write("stopped" if isinstance(error, KeyboardInterrupt) else "failed", error)
-            raise
-        finally:
-            if run.trackers:
-                run.trackers.close()
-        if run.page:
-            run.page.write("finished")
-        if args.dry_run and main_process:
-            console.print(
-                f"the tiny form of this recipe trained, {dry_run.decode_a_little(folder)}; its run is deleted"
-            )
-    if main_process and isinstance(recipe, DrafterRecipe) and recipe.export.push_to_hub:
-        run.publish()  # the folder is no longer held: calibrate.py works in it
-
-
-def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
-    """Refuse a recipe that the launcher's strategy, ZeRO-2, ZeRO-3 or FSDP, cannot train.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if sharded.strategy() == "zero2" and any(stage.optim.name == "muon" for stage in recipe.stages):
-        raise ValueError("optim.name=muon: ZeRO-2 cuts matrices into parts; use adamw, or launch without ZeRO-2")
-    if not sharded.spreads():
-        return
-    if not isinstance(recipe, DrafterRecipe):
-        raise ValueError(
-            "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with --multi_gpu, or "
-            "with recipes/accelerate/zero2.yaml and optim.name=adamw"
-        )
-    if recipe.target.quantize != "none" or recipe.precision.compile:
-        raise ValueError(
-            "a target that is spread over processes is not quantised or compiled: target.quantize=none, "
-            "precision.compile=false"
-        )

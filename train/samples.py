@@ -20,11 +20,12 @@ from draftsmith.data.prompts import prompts
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.answers import answer
-from draftsmith.models.stored import was_asked
+from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 
+Batch = dict[str, Tensor]
 HELD_OUT = 256  # rows of each validation source that are kept
 
 

@@ -53,11 +53,7 @@ def leave_out_shared_memory() -> None:
 
 
 def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
-    """The strategy in the launch configuration.
-
-    Raises:
-        ValueError: it is not supported.
-    """
+    """The strategy in the launch configuration."""
     if _requested("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "1") != "2" or _requested("FSDP_OFFLOAD_PARAMS"):
             raise ValueError(

@@ -27,24 +27,21 @@ from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, open_eagle_drafts, record
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.files.identity import was_asked
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
-from draftsmith.models.stored import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
 
 BLOCK = 64  # positions of a training sequence
 
 
 def load_base(run: Run[Any], target: Target) -> Drafts:
-    """The drafter, also written into the run's folder as its part.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or it was trained for another target.
-    """
+    """The drafter, also written into the run's folder as its part."""
     d, part = run.recipe.drafter, run.folder / PART
     if d.base is None:
         if not run.small:
@@ -54,7 +51,7 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         folder, weights = part, random.state_dict()
     else:
         t = run.recipe.target
-        base = as_ours(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
+        base = convert_if_published(d.base, t.name, revision=t.revision, trust_remote_code=t.trust_remote_code)
         folder, config, weights = read_drafter(base)
         check_target(folder, config, target)
     if d.all_tokens:
@@ -77,11 +74,7 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
 
 def check_sizes(run: Run[Any], drafts: Drafts) -> None:
     """Refuse more clusters than the drafter's LM head has tokens, before anything slow, and say what is less than asked
-    for.
-
-    Raises:
-        ValueError: there are too many clusters.
-    """
+    for."""
     d, most = run.recipe.drafter, len(drafts.weight)
     if d.shortlist == "dynaspec":
         if d.num_clusters > most:

@@ -16,20 +16,17 @@ import copy
 from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
-from draftsmith.common.content import check_recipe
+from draftsmith.train.early import reader
 
 PARSER = recipe_parser(
     __doc__, "recipes/tiny-ssm.yaml", "boost.mark=train", "two steps of each stage on a small random target"
 )
-if __name__ == "__main__":
-    before_imports(PARSER, check_recipe)
+RECIPE = before_imports(PARSER, reader("ssm")) if __name__ == "__main__" else None
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.sections import DrafterRecipe
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.measure.tree_statistics import (
@@ -46,37 +43,17 @@ from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import in_dtype, write_model
 from draftsmith.models.ssm import part_name
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import places
+from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary
-from draftsmith.train.boosting import Boost, rows_of_round
-from draftsmith.train.loop import Batch, checkpoint_activations, console
+from draftsmith.train.boosting import rows_of_round
+from draftsmith.train.launch import console
+from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run, Script, run_script
-from draftsmith.train.ssm_base import Ssms, make_base, plans
-
-DEPTH = 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
-
-
-class SsmRecipe(DrafterRecipe):
-    drafter: Ssms
-    boost: Boost = Boost()
-
-    @model_validator(mode="after")
-    def _possible(self) -> "SsmRecipe":
-        if (self.drafter.base is None) == (self.drafter.layers is None):
-            raise ValueError("drafter: name either 'base', a small causal LM, or 'layers' of the target")
-        if self.init_from:
-            raise ValueError("init_from: SSMs begin from drafter.base or drafter.layers; leave it out")
-        if any(source.streaming for source in self.data.train):
-            raise ValueError("data.train: boosting marks every prompt, and a streamed source has no end; use a file")
-        if self.cache_hidden != "none":
-            raise ValueError("cache_hidden: an SSM does not read the target's hidden states; set it to none")
-        if self.export.merged:
-            raise ValueError("export.merged: no SSM changes the target; leave it out")
-        for source in self.data.validation:
-            if source.answers is not None and source.answers.new_tokens <= DEPTH:
-                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts, {DEPTH}")
-        return self
+from draftsmith.train.run import Run
+from draftsmith.train.samples import Batch
+from draftsmith.train.script import Script, run_script
+from draftsmith.train.sections.ssm import DEPTH, SsmRecipe
+from draftsmith.train.ssm_base import make_base, plans
 
 
 class Ssm(nn.Module):
@@ -104,7 +81,7 @@ class Ssm(nn.Module):
     def labels(self, batch: Batch) -> Tensor:
         """``[B, T]``, the place of the next token in the draft vocabulary; a token outside is no label."""
         labels = shifted_labels(batch["tokens"], batch["supervised"], 1, batch.get("segment"))
-        return labels if self.draft_vocab is None else places(labels, self.draft_vocab, outside=-100)
+        return labels if self.draft_vocab is None else to_draft_ids(labels, self.draft_vocab, outside=-100)
 
     def count(self, batch: Batch) -> Tensor:
         return (labels_of(self, batch) != -100).sum().view(1)
@@ -167,7 +144,7 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
         ssm = Target(model.to(module.target.dtype), None, "the SSM in training", "")
         return DraftModelDrafter(ssm, module.target, run.recipe.drafter.expansion, draft_vocab=module.draft_vocab)
 
-    return found | run.real_tau(module.target, drafter)
+    return found | run.decode_tau(module.target, drafter)
 
 
 def _held_out(run: Run[SsmRecipe], next_ranks: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -208,7 +185,7 @@ def train(run: Run[SsmRecipe]) -> None:
         if recipe.precision.gradient_checkpointing:
             checkpoint_activations(ssm.model)
         module = Ssm(ssm, target, ids, d.loss, frozen=d.layers is not None)
-        run.fit(stage, module, chosen, lambda m: evaluate(run, ranks, m), "simulated_tau", weights=weights)
+        fit(run, stage, module, chosen, lambda m: evaluate(run, ranks, m), "simulated_tau", weights=weights)
         ssm.model.eval().requires_grad_(False)
         ssms.append(ssm)
         prompts.append(left)
@@ -249,7 +226,7 @@ SCRIPT = Script("ssm", SsmRecipe, train, plans)
 
 
 def main() -> None:
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

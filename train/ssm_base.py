@@ -1,50 +1,18 @@
-"""The model of which each SSM begins as a copy: its section in a recipe, and what its training costs."""
+"""The model of which each SSM begins as a copy, and what its training costs."""
 
-from typing import Any, ClassVar, Literal
+from transformers import PreTrainedModel
 
-from pydantic import Field
-from transformers import AutoConfig, PreTrainedModel
-
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Name, TargetSection
+from draftsmith.common.sections import TargetSection
 from draftsmith.inference.drafters.draft_model import check_vocabulary
 from draftsmith.models.ssm import model_of_layers, size_of_layers
-from draftsmith.models.stored import resolve_folder
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
-
-
-class Ssms(Section):
-    tiny: ClassVar[dict[str, Any]] = {"base": None, "layers": [0]}
-
-    base: Name | None = Field(
-        default=None,
-        description="a causal LM with the target's tokenizer; each SSM begins as a copy, and all of it trains",
-    )
-    layers: list[int] | None = Field(
-        default=None,
-        min_length=1,
-        description="or an SSM is made of these layers of the target, with its embeddings "
-        "and LM head, which stay as they are",
-    )
-    draft_vocab_size: DraftVocabSize = None
-    loss: Literal["ce", "kl"] = Field(
-        default="ce",
-        description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
-        "the target in every step",
-    )
-    expansion: list[Layers] = Field(
-        default=[2, 1, 1, 1], min_length=1, description="children by depth, of the tree of evaluate.decode"
-    )
+from draftsmith.train.sections.ssm import SsmRecipe, Ssms
 
 
 def make_base(d: Ssms, target: Target) -> PreTrainedModel:
-    """The model of which each SSM begins as a copy, in float32.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it has another vocabulary, or the target has no such layers.
-    """
+    """The model of which each SSM begins as a copy, in float32."""
     if sharded.spreads():
         raise ValueError("SSMs are small and train on whole weights: launch without ZeRO-3 and FSDP")
     if d.layers:
@@ -56,15 +24,13 @@ def make_base(d: Ssms, target: Target) -> PreTrainedModel:
     return base.model
 
 
-def plans(recipe: DrafterRecipe) -> list[Plan]:
+def plans(recipe: SsmRecipe) -> list[Plan]:
     """What each round costs."""
     d, shape = recipe.drafter, target_shape(recipe.target)
-    assert isinstance(d, Ssms)
     outputs = shape.hidden_size * (d.draft_vocab_size or shape.vocab_size)
     passes = 1 if d.loss == "kl" else 0  # through the target
     if d.layers:
-        folder = resolve_folder(recipe.target.name, recipe.target.revision, weights=False)
-        trained, copied = size_of_layers(AutoConfig.from_pretrained(folder), d.layers)
+        trained, copied = size_of_layers(shape.config, d.layers)
         costs = {"projected": outputs, "passes": passes, "copied": copied}
         return [Plan.of(recipe, s, shape, trained, **costs) for s in recipe.stages]
     try:

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.recipe import S, Section
 from draftsmith.common.sections import R, Source, TargetSection
 from draftsmith.models.artifact import provenance, write_model
+from draftsmith.models.files.locate import ModelFolder, local_folder
 from draftsmith.models.precision import say
-from draftsmith.models.stored import local_folder, resolve_folder, target_config
+from draftsmith.models.tokenizer import load_tokenizer
 
 _BUNDLED = "models/tiny-lm"  # its tokenizer serves every tiny target
 SAMPLES = Path(__file__).resolve().parent.parent / "data" / "samples.jsonl"
@@ -33,9 +34,6 @@ def tiny(recipe: R, suffix: str = "tiny", processes: int = 1) -> R:
 
     Args:
         processes: that train it; a step has a multiple of as many sequences.
-
-    Raises:
-        ValueError: the recipe does not say its target's ``model_type``.
     """
     small = _shrunk(recipe)
     small["run"]["name"] += f"-{suffix}"
@@ -63,11 +61,7 @@ def _shrunk(value: Any) -> Any:
 
 
 def valid(recipe: type[S], content: dict[str, Any]) -> S:
-    """A small recipe from its content.
-
-    Raises:
-        ValueError: what the whole recipe asks for does not go with small data.
-    """
+    """A small recipe from its content."""
     try:
         return recipe.model_validate(content)
     except ValidationError as error:
@@ -78,18 +72,15 @@ def valid(recipe: type[S], content: dict[str, Any]) -> S:
 
 def tiny_target(target: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A recipe's target section, with the small model of the same family that :func:`write_target` puts into a run's
-    folder.
-
-    Raises:
-        ValueError: the target's family is not known.
-    """
+    folder."""
     small = {"name": str(folder / "tiny-target"), "model_type": _model_type(target), "dtype": "auto"}
     return {**target, **small, "quantize": "none", "revision": None, "trust_remote_code": False}
 
 
 def _model_type(target: dict[str, Any]) -> str:
     folder = local_folder(target["name"])  # nothing is downloaded for this
-    config = target_config(folder) if folder and (folder / "config.json").exists() else {}
+    there = folder and (folder / "config.json").exists()
+    config = ModelFolder(target["name"], folder).target_config() if folder and there else {}
     family = config.get("model_type", target["model_type"])
     if not isinstance(family, str):
         raise ValueError(
@@ -101,13 +92,9 @@ def _model_type(target: dict[str, Any]) -> str:
 
 
 def write_target(target: TargetSection) -> None:
-    """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer.
-
-    Raises:
-        ValueError: the family has no small form.
-    """
+    """The random model of two layers that a tiny recipe's target names, with the bundled tokenizer."""
     folder, model_type = Path(target.name), str(target.model_type)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_folder(_BUNDLED))
+    tokenizer = load_tokenizer(_BUNDLED)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     try:
         config = AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **ids, **_SHAPE)

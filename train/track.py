@@ -17,11 +17,7 @@ console = make_console()
 
 
 class Trackers:
-    """The trackers of a recipe's ``track`` section; on the main process only.
-
-    Raises:
-        ValueError: a package is missing.
-    """
+    """The trackers of a recipe's ``track`` section; on the main process only."""
 
     def __init__(self, track: Track, folder: Path, config: dict[str, Any]) -> None:
         self.run: Any = None

@@ -7,37 +7,20 @@ import copy
 from typing import Any, cast
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.recipe import Section
-from draftsmith.common.sections import Factor, Source, Tokens
 from draftsmith.data import sources
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
-from draftsmith.train.loop import Batch, console
+from draftsmith.train.launch import console
 from draftsmith.train.run import Run
-
-
-class Unlikelihood(Section):
-    """Beside the text, continuations that the model itself writes when the stage begins: tokens that complete an n-gram
-    for the second time become less likely (sequence-level unlikelihood, arXiv 1908.04319 §5.2). Small models decoded
-    greedily fall into loops; this gets them out."""
-
-    source: Source = Field(description="what to continue, with 'answers'; one continuation accompanies each row")
-    ngram: Tokens = 6
-    weight: Factor = 1.0
-
-    @model_validator(mode="after")
-    def _answers(self) -> "Unlikelihood":
-        if self.source.answers is None:
-            raise ValueError("source needs 'answers'")
-        return self
+from draftsmith.train.samples import Batch
+from draftsmith.train.sections.lm import Unlikelihood
 
 
 def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:

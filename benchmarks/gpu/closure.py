@@ -1,10 +1,10 @@
 """What stands behind a part of `make gpu`: files and packages, found in the sources without importing anything.
 
 The modules of draftsmith are followed wherever they are imported, inside functions too: a superset of the files that
-the command runs. Packages are of two kinds: those that one of these files imports when it is imported itself, without
-which the command cannot start, and those that are imported inside a function or behind ``except ImportError``, which it
-may never need. Of a conftest.py only the fixtures that the tests ask for, hooks and what is ``autouse`` are followed;
-what a test file imports inside its tests counts as imported.
+the command runs. Packages are of two kinds: those that one of these files imports when it is imported itself, or a test
+inside its functions, without which the command cannot start, and those that are imported inside a function or behind
+``except ImportError``, which it may never need. A part names those of them that it needs, and those of the fixtures
+that its tests ask for: a conftest.py's functions are not followed.
 """
 
 import ast
@@ -36,50 +36,30 @@ class Closure:
     optional: set[str] = field(default_factory=set)
 
 
-@dataclass
-class Imports:
-    """Of one file. found: (full name, whether it is optional, the top-level function it stands in). names: parameters
-    and strings of each top-level function, None for the rest: what a test may call a fixture by. hooks: functions that
-    pytest calls unasked."""
-
-    found: list[tuple[str, bool, str | None]] = field(default_factory=list)
-    names: dict[str | None, set[str]] = field(default_factory=dict)
-    hooks: set[str] = field(default_factory=set)
-
-
 @cache
-def imports_of(path: Path) -> Imports:
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    """Full names that a file imports, and whether each is optional."""
     source = path.read_text(encoding="utf-8")
-    imports, tree = Imports(), ast.parse(source)
+    found: list[tuple[str, bool]] = []
 
-    def visit(node: ast.AST, optional: bool, function: str | None) -> None:
+    def visit(node: ast.AST, optional: bool) -> None:
         if isinstance(node, ast.Import):
-            imports.found += [(alias.name, optional, function) for alias in node.names]
+            found.extend((alias.name, optional) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            imports.found += [(f"{node.module}.{alias.name}", optional, function) for alias in node.names]
+            found.extend((f"{node.module}.{alias.name}", optional) for alias in node.names)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
-        optional |= isinstance(node, FUNCTIONS)
+        optional |= isinstance(node, FUNCTIONS) and (not is_test(path) or path.name == "conftest.py")
         if isinstance(node, ast.Try):
             optional |= any("ImportError" in ast.unparse(each.type) for each in node.handlers if each.type)
         for field_name in ("body", "handlers", "orelse", "finalbody"):
             for child in getattr(node, field_name, ()):
-                visit(child, optional, function)
+                visit(child, optional)
 
-    for node in tree.body:
-        name = node.name if isinstance(node, FUNCTIONS) else None
-        visit(node, False, name)
-        if is_test(path):
-            names = imports.names.setdefault(name, set())
-            for each in ast.walk(node):
-                names |= {each.arg} if isinstance(each, ast.arg) else set()
-                names |= {each.value} if isinstance(each, ast.Constant) and isinstance(each.value, str) else set()
-            if name and (name.startswith("pytest_") or "autouse=True" in ast.unparse(node).split("def ")[0]):
-                imports.hooks.add(name)
+    visit(ast.parse(source), False)
     # By name: a drafter's family, and libraries that may be missing.
     named = re.findall(r'"(draftsmith(?:\.\w+){2,})"|import_module\("([\w.]+)"\)', source)
-    imports.found += [(family or library, True, None) for family, library in named]
-    return imports
+    return found + [(family or library, True) for family, library in named]
 
 
 @cache
@@ -103,33 +83,21 @@ def is_test(path: Path) -> bool:
 def closure_of(files: Iterable[Path]) -> Closure:
     """The closure of the imports of several files; with tests, of the conftest.py above them too."""
     closure, waiting = Closure(), [path.resolve() for path in files]
-    tests = [path for path in waiting if is_test(path)]
-    asked = {name for path in tests for names in imports_of(path).names.values() for name in names}
-    for folder in {folder for path in tests for folder in path.parents if is_test(folder / "x")}:
-        if (folder / "conftest.py").is_file():
-            waiting.append(folder / "conftest.py")
-    for path in waiting:  # of fixtures that ask for fixtures
-        if path.name == "conftest.py":
-            of, more = imports_of(path), True
-            while more:
-                more = {n for f, names in of.names.items() if f in asked | of.hooks for n in names} - asked
-                asked |= more
+    folders = {folder for path in waiting for folder in path.parents if is_test(folder / "x")}
+    waiting += [folder / "conftest.py" for folder in folders if (folder / "conftest.py").is_file()]
     while waiting:
         path = waiting.pop()
         if path in closure.files:
             continue
         closure.files.add(path)
-        imports = imports_of(path)
-        for name, optional, function in imports.found:
-            if path.name == "conftest.py" and function is not None:
-                if function not in asked | imports.hooks:
-                    continue
-                optional = False
+        for name, optional in imports_of(path):
+            if optional and path.name == "conftest.py":  # of a fixture
+                continue
             found, first = file_of(name, ROOT, is_test(path)), name.split(".")[0]
             if found is not None:
                 waiting.append(found)
             elif first not in (*sys.stdlib_module_names, "draftsmith"):
-                (closure.optional if optional and not is_test(path) else closure.packages).add(first)
+                (closure.optional if optional else closure.packages).add(first)
     closure.optional -= closure.packages
     return closure
 

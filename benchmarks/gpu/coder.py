@@ -126,7 +126,7 @@ class Bundle:
     # ---- the commands
 
     def convert(self) -> list[Job]:
-        code = "import sys\nfrom draftsmith.models.stored import resolve_folder\nprint(resolve_folder(sys.argv[1]))"
+        code = "import sys\nfrom draftsmith.models.files.locate import locate\nprint(locate(sys.argv[1]).path)"
         model = "models/tiny-lm" if self.toy else self.model
         return [Job("convert", [sys.executable, "-c", code, model], self.out)]
 

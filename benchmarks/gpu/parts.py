@@ -5,12 +5,11 @@ bundle is a list of parts for a machine that is rented by the minute: with the p
 machine, and the limits of all of them add up to nine minutes at most, of the Coder's to ten.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from draftsmith.benchmarks.gpu import judges
-from draftsmith.benchmarks.gpu.judges import Finding
+from draftsmith.benchmarks.gpu import judges, kernel_judges
+from draftsmith.benchmarks.gpu.judges import Judge
 
 BUNDLE_SECONDS = 540
 CODER_SECONDS = 590  # of those that train for a model that people use
@@ -27,8 +26,9 @@ class Part:
     rehearsal: the same at toy size on a CPU.
     judge: of what the commands wrote: ``judge(folder of all results, rehearsal)``. Raises ValueError if it is wrong
         whatever the speed.
-    uses: packages by import name that the commands import in functions or behind ``except ImportError``, and that this
-        part cannot do without; those that their modules import are known (:mod:`draftsmith.benchmarks.gpu.closure`).
+    uses: packages by import name that the commands import in functions or behind ``except ImportError``, or fixtures,
+        and that this part cannot do without; those that their modules import are known
+        (:mod:`draftsmith.benchmarks.gpu.closure`).
     after: parts that have to pass first.
     makes: files that parts after this one need; without them its result does not count there.
     brings: files that are copied to the table's folder, whatever the result: weights, which the archive leaves out.
@@ -42,7 +42,7 @@ class Part:
     limit: int
     commands: tuple[str, ...]
     rehearsal: tuple[str, ...]
-    judge: Callable[[Path, bool], Finding]
+    judge: Judge
     uses: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
@@ -79,6 +79,7 @@ PACKAGES = {
 UNUSED = ("bitsandbytes", "datasets", "deepspeed", "flashinfer", "huggingface_hub", "pyarrow", "wandb")
 
 REPORT = ("scipy", "matplotlib", "tokenizers")  # of decode.py and serving.py
+FIXTURES = ("pydantic", "jinja2", "tokenizers")  # of tests that train a tokenizer
 
 
 # ---- commands; {here} is the part's own folder
@@ -181,14 +182,14 @@ PARTS = (
         "PyTorch's: no goal; the forms found are used from then on", 120,
         (kernel_times("kernels", "few_rows --rows 1 8 16 64"),),
         (kernel_times("kernels", "few_rows --rows 1 5 --hidden 32 --vocabulary 200 --dtype float32"),),
-        judges.judge_products, ("triton",), interpreted=True,
+        kernel_judges.judge_products, ("triton",), interpreted=True,
     ),
     Part(
         "profile", "every step a graph replay of at most 15 kernels a layer and 40 around; their time: no goal", 80,
         (step_times("step", "--graphs --shape llama3-8b --contexts 1024 --nodes 1 64 --repeat 20 --profile "
                     "{here}/kernels.txt"),),
         (toy_step("step", "--profile {here}/kernels.txt"),),
-        judges.judge_profile, ("triton",),
+        kernel_judges.judge_profile, ("triton",),
     ),
     Part(
         "step", "every step within its bytes at 87 % of the bandwidth, products at 60 % of the matrix rate where those "
@@ -196,14 +197,14 @@ PARTS = (
         (step_times("step", "--graphs --shape llama2-7b llama3-8b --contexts 1024 16384 --nodes 1 16 64 --projection "
                     "shared own"),),
         (toy_step("step", "--projection shared own"),),
-        judges.judge_step, ("triton",), makes=("{here}/step.json",),
+        kernel_judges.judge_step, ("triton",), makes=("{here}/step.json",),
     ),
     Part(
         "lean", "the lean decoder's step takes less time than transformers' modules", 100,
         (step_times("step", "--shape llama2-7b llama3-8b --contexts 1024 --nodes 1 16 --repeat 20 --decoder "
                     "transformers"),),
         (toy_step("step", "--decoder transformers"),),
-        judges.judge_lean, ("triton",), ("step",),
+        kernel_judges.judge_lean, ("triton",), ("step",),
     ),
     Part(
         "kernels", "tests of the kernels pass on the device, bfloat16 and CUDA graphs too", 120,
@@ -218,7 +219,7 @@ PARTS = (
                "tests/inference/engine/test_tree_logits.py tests/inference/engine/test_batching.py "
                "tests/inference/engine/test_engine_sampling.py tests/inference/verify/test_sampling.py"),),
         (tests("--device cpu tests/inference/engine/test_engine.py -k 'llama-1 or mates'"),),
-        judges.tests_of("engine"), ("triton",), timed=False,
+        judges.tests_of("engine"), ("triton", *FIXTURES), timed=False,
     ),
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 220,
@@ -226,7 +227,7 @@ PARTS = (
                "tests/inference/drafters/test_draft_model.py tests/inference/drafters/test_merged.py "
                "tests/inference/drafters/test_merged_lossless.py tests/inference/drafters/test_ngram.py"),),
         (tests("--device cpu tests/inference/drafters/test_ngram.py -k 'static and not reference'"),),
-        judges.tests_of("drafters"), ("triton",), timed=False,
+        judges.tests_of("drafters"), ("triton", *FIXTURES), timed=False,
     ),
     Part(
         "target", "a causal LM of about 190 M parameters trains and exports (speed: unmeasured, no goal)", 200,
@@ -282,7 +283,7 @@ PARTS = (
         "where that takes more than 30 µs; never slower than SDPA, flex_attention and FlashInfer", 200,
         (kernel_times("kernels", "attention commit --batches 1 8 --contexts 1024 16384 --nodes 16 64"),),
         (kernel_times("kernels", "attention commit --batches 1 2 --contexts 33 --nodes 8 --layers 2", TOY_KERNELS),),
-        judges.judge_kernels, ("triton",), interpreted=True,
+        kernel_judges.judge_kernels, ("triton",), interpreted=True,
     ),
     Part(
         "around", "sampling verification of 64 nodes over its floor, the kernels around the products beside PyTorch's "
@@ -290,7 +291,7 @@ PARTS = (
         (kernel_times("kernels", "verify head_topk fused --batches 1 --nodes 16 64 --vocabulary 32000 128256"),),
         (kernel_times("kernels", "verify head_topk fused --batches 2 --nodes 8 --hidden 32 --vocabulary 200",
                       TOY_KERNELS),),
-        judges.judge_around, ("triton",), interpreted=True,
+        kernel_judges.judge_around, ("triton",), interpreted=True,
     ),
     Part(
         "shortlist", "logits of a fifth of an LM head's rows at ≥ 80 % of the bandwidth where that takes more than "
@@ -299,14 +300,14 @@ PARTS = (
          kernel_times("576", "shortlist --batches 1 --hidden 576 --vocabulary 49152 --level 1 8")),
         (kernel_times("4096", "shortlist --batches 1 --hidden 32 --vocabulary 90 --level 3 --dtype float32"),
          kernel_times("576", "shortlist --batches 1 --hidden 16 --vocabulary 60 --level 1 --dtype float32")),
-        judges.judge_shortlist, ("triton",), interpreted=True,
+        kernel_judges.judge_shortlist, ("triton",), interpreted=True,
     ),
     Part(
         "eagle-unroll", "7 unrolled steps of training-time test take no longer than with dense attention (to within "
         "2 %), and less memory", 110,
         (UNROLL + " --shape llama3-8b --dtype bfloat16 --sequences 1 --tokens 2048",),
         (UNROLL + " --shape tiny-lm --device cpu --threads 1 --tokens 24 --repeat 2",),
-        judges.judge_unroll, ("scipy",),
+        kernel_judges.judge_unroll, ("scipy",),
     ),
     Part(
         "train-step", "Medusa-1 ≥ 50 % of the matrix rate, Medusa-2 ≥ 45 %", 180,
@@ -314,7 +315,7 @@ PARTS = (
          "--stages medusa-1 medusa-2 --gradient-checkpointing --out {here}/train.json",),
         ("python benchmarks/train_step.py --shape tiny-lm --device cpu --sequences 1 --tokens 24 --heads 2 --repeat 1 "
          "--projection shared --gradient-checkpointing --out {here}/train.json",),
-        judges.judge_training, ("peft",),
+        kernel_judges.judge_training, ("peft",),
     ),
     Part(
         "switches", "what is off by default (programmatic dependent launch, written logits, bits that drafting never "
@@ -326,7 +327,7 @@ PARTS = (
         (*(switch + toy_step(name) for name, switch in SWITCHES.items()),
          "TRITON_INTERPRET=1 " + kernel_times("attention", "attention --batches 1 --contexts 33 --nodes 8 --heads 2 "
                                               "--kv-heads 2 --width 16 --layers 2 --dtype float32")),
-        judges.judge_switches, ("triton",),
+        kernel_judges.judge_switches, ("triton",),
     ),
     Part(
         "eagle", "EAGLE-3 on that target trains and calibrates (τ: unmeasured, no goal)", 170,

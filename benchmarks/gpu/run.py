@@ -109,6 +109,27 @@ def to_run(
     return chosen[::-1]
 
 
+def why_not(part: Part, parts: Sequence[Part], installed: Collection[str], work: Path, rehearsal: bool) -> str:
+    """Why a part cannot run now: packages, files, or what parts before it have to make."""
+    if missing := [name for name in needs_of(part) if name not in installed]:
+        return f"not installed: {', '.join(missing)}"
+    if lost := [name for name in part.files if not rehearsal and not (ROOT / name).exists()]:
+        return f"missing here: {', '.join(lost)} (make models, benchmarks/AWAITING.md)"
+    for needed in (other for other in PARTS + tuple(parts) if other.name in part.after):
+        if (stored(work, needed.name) or {}).get("result") != "pass":
+            return f"needs {needed.name}, which has not passed"
+        if gone_files := gone(needed, work, rehearsal):
+            return f"needs {gone_files[0].relative_to(work)} of {needed.name}, which is gone"
+    return ""
+
+
+def too_late(part: Part, deadline: float, trial: bool) -> str:
+    """Whether less than half of the part's limit is left of the budget."""
+    left = deadline - time.monotonic()
+    short = left < part.limit / 2 and not trial
+    return f"left out: {max(left, 0):.0f} s of the budget are left, it may take {part.limit} s" if short else ""
+
+
 def run_all(
     parts: Sequence[Part],
     work: Path,
@@ -179,21 +200,6 @@ def run_all(
     def in_order() -> list[Result]:
         return [results[part.name] for part in parts if part.name in results]
 
-    def reason(part: Part) -> str:
-        """Why a part cannot run now."""
-        if missing := [name for name in needs_of(part) if name not in installed]:
-            return f"not installed: {', '.join(missing)}"
-        if lost := [name for name in part.files if not rehearsal and not (ROOT / name).exists()]:
-            return f"missing here: {', '.join(lost)} (make models, benchmarks/AWAITING.md)"
-        for needed in (other for other in PARTS + tuple(parts) if other.name in part.after):
-            if (stored(work, needed.name) or {}).get("result") != "pass":
-                return f"needs {needed.name}, which has not passed"
-            if lost := gone(needed, work, rehearsal):
-                return f"needs {lost[0].relative_to(work)} of {needed.name}, which is gone"
-        left = deadline - time.monotonic()
-        short = left < part.limit / 2 and not trial
-        return f"left out: {max(left, 0):.0f} s of the budget are left, it may take {part.limit} s" if short else ""
-
     cores = sorted(os.sched_getaffinity(0)) if rehearsal and workers > 1 and hasattr(os, "sched_setaffinity") else []
     with ThreadPoolExecutor(workers, initializer=pin, initargs=(cores,)) as pool:
         try:
@@ -204,7 +210,7 @@ def run_all(
                     if len(beside) > 1 and not (rehearsal or trial) and any(each.timed for each in beside):
                         break
                     waiting.remove(part)
-                    if why := reason(part):
+                    if why := why_not(part, parts, installed, work, rehearsal) or too_late(part, deadline, trial):
                         end(part, "not run", Finding(why), 0.0)
                         break  # parts that wait for it
                     limit = REHEARSAL if rehearsal else part.limit * (SLOWER if trial else 1)

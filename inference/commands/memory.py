@@ -11,8 +11,8 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.cache import free_bytes
+from draftsmith.models.files.locate import local_folder
 from draftsmith.models.sizes import Sizes, sizes_of
-from draftsmith.models.stored import local_folder, resolve_folder
 from draftsmith.models.tokenizer import load_tokenizer
 
 _ROOM = 64  # slots of a row beyond its text: a token tree's
@@ -21,7 +21,7 @@ _ROOM = 64  # slots of a row beyond its text: a token tree's
 def longest_text(target: str, prompts: Sequence[Prompt], new_tokens: int) -> int:
     """Tokens of the longest of some prompts, without a chat template's, and of its answer."""
     texts = (p.content if isinstance(p.content, str) else "".join(m["content"] for m in p.content) for p in prompts)
-    tokenizer = load_tokenizer(str(resolve_folder(target, weights=False)))
+    tokenizer = load_tokenizer(target)
     return len(tokenizer(max(texts, key=len), verbose=False)["input_ids"]) + new_tokens
 
 

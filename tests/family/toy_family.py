@@ -10,16 +10,7 @@ Shape letters: B rows or batch, S sequences, T tokens, K depths, R followers kep
 from functools import partial
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
-
-PARSER = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "stages.0.steps=20", "two steps on a small random target")
-if __name__ == "__main__":
-    before_imports(PARSER)
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from draftsmith.common.recipe import Section
+from draftsmith.common.recipe import Section, read_recipe
 from draftsmith.common.sections import DrafterRecipe, Positive
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter
@@ -28,11 +19,8 @@ from draftsmith.inference.measure.tree_statistics import best_tree, draft_labels
 from draftsmith.inference.verify.tree import StaticTree, chain, read_candidates, read_tree
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.losses import shifted_labels
-from draftsmith.train.run import Script, run_script
 
-DEPTH, FOLLOWERS = 4, 3
-
-# ---- the recipe: its section ``drafter``
+# ---- the recipe: its section ``drafter``; without torch
 
 
 class Bigrams(Section):
@@ -42,6 +30,19 @@ class Bigrams(Section):
 class ToyRecipe(DrafterRecipe):
     drafter: Bigrams
 
+
+PARSER = recipe_parser(__doc__, "recipes/tiny-medusa.yaml", "stages.0.steps=20", "two steps on a small random target")
+read = lambda args: read_recipe(args.recipe, ToyRecipe, args.overrides)  # noqa: E731
+RECIPE = before_imports(PARSER, read) if __name__ == "__main__" else None
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from draftsmith.train.loop import fit
+from draftsmith.train.script import Script, run_script
+
+DEPTH, FOLLOWERS = 4, 3
 
 # ---- training: the module with its loss, its evaluation, its stages
 
@@ -76,7 +77,7 @@ def train(run):
     run.start_weights(module, target)
     rows = run.read_rows(target)
     for stage in recipe.stages:
-        run.fit(stage, module, rows, partial(evaluate, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, rows, partial(evaluate, held_out=run.held_out), "simulated_tau")
     tree = best_tree(follower_ranks(module.state_dict(), **run.held_out), 8)
     run.export(recipe.drafter.model_dump(), module.state_dict(), target, evaluate(module, run.held_out), tree)
 
@@ -145,7 +146,7 @@ SCRIPT = Script("toy", ToyRecipe, train, plans)
 
 
 def main():
-    run_script(SCRIPT, PARSER)
+    run_script(SCRIPT, PARSER, RECIPE)
 
 
 if __name__ == "__main__":

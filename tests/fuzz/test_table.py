@@ -3,7 +3,7 @@ the one line says.
 
 Tested elsewhere, each by the test named:
 layouts of weights and tokenizers, weights missing, left over or of another shape, gated and private repositories, a
-full disk while converting, unwritable caches: models/test_stored.py; recipes on their data as the Hub has it:
+full disk while converting, unwritable caches: models/test_model_files.py; recipes on their data as the Hub has it:
 hub/test_recipes_for_real.py; locks, links, folders of other runs, --help: train/test_run.py; interrupts:
 test_interrupts.py; printed bytes, encodings of terminals, a closed stdout: inference/commands/test_terminal.py; the
 cost of streamed text: inference/engine/test_text.py; arrow keys, closed stdin, lines too long for the context:

@@ -18,8 +18,9 @@ from made import edit, stand_in
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import check_target, part_folders, read_drafter, renew_fingerprint, write_drafter
 from draftsmith.models.card import named
+from draftsmith.models.files.identity import fingerprint, older_fingerprint
+from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.stored import fingerprint, older_fingerprint, save_tensors
 from draftsmith.models.target import load_target
 
 

@@ -7,7 +7,8 @@ import pytest
 from made import write_eagle, write_heads
 
 from draftsmith.benchmarks import cards
-from draftsmith.models import export
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
 TARGET = "models/tiny-lm"
@@ -23,7 +24,7 @@ def card(tmp_path_factory):
     (folder / "eagle/tree.json").write_text(json.dumps({"paths": [[0]], "dynamic": dynamic}))
 
     def make(kind, to):
-        export.export(export.open_source(str(folder / kind), to), to, folder / to, "org/target")
+        to_servers.export(open_source(str(folder / kind), to), to, folder / to, "org/target")
         return (folder / to / "README.md").read_text()
 
     return make

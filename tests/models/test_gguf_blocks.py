@@ -16,8 +16,8 @@ from gguf_files import add_shape, add_tokenizer, finish, interleaved
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.models import from_gguf, gguf_blocks, stored
-from draftsmith.models.stored import resolve_folder
+from draftsmith.models.files import copies, from_gguf, gguf_blocks, weights
+from draftsmith.models.files.locate import FETCHED, gguf_file, locate
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -86,7 +86,7 @@ def converted(tmp_path, monkeypatch):
             patch.setenv("DRAFTSMITH_CACHE", str(tmp_path / f"cache-{by_transformers}"))
             if by_transformers:
                 patch.setattr(from_gguf, "_MAPPED", ())
-            return resolve_folder(str(file)), bool(calls)
+            return locate(str(file)).path, bool(calls)
 
     return run
 
@@ -95,9 +95,9 @@ def same(ours, theirs):
     """Every file of the two copies but the stamp; tensors bit for bit."""
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
     for path in ours.iterdir():
-        if path.name not in (stored.SINGLE, stored.STAMP):
+        if path.name not in (weights.SINGLE, copies.STAMP):
             assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
-    one, other = load_file(ours / stored.SINGLE), load_file(theirs / stored.SINGLE)
+    one, other = load_file(ours / weights.SINGLE), load_file(theirs / weights.SINGLE)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
@@ -140,7 +140,7 @@ def test_every_kind_of_blocks(converted, tokenizer, tmp_path):
 @pytest.mark.needs_models
 def test_smollm2_whole(converted):
     """A published file (Q4_1, Llama's architecture)."""
-    file = stored.gguf_file(stored.FETCHED)
+    file = gguf_file(FETCHED)
     assert file
     ours, by_transformers = converted(file)
     assert not by_transformers
@@ -192,7 +192,7 @@ def test_processes(converted, tokenizer, tmp_path, processes, monkeypatch):
     ours, _ = converted(file)
     assert [process.returncode for process in processes] == [0, 0]
     same(ours, converted(file, by_transformers=True)[0])
-    os.remove(ours / stored.STAMP)
+    os.remove(ours / copies.STAMP)
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(ValueError, match=f"{file}: a process that converts it was killed, perhaps for want of memory"):
         converted(file)
@@ -229,7 +229,7 @@ def test_a_kill_in_the_middle(converted, tokenizer, tmp_path, monkeypatch):
     (unfinished,) = (tmp_path / "cache-False/gguf").glob("*/.new.tmp/model.safetensors")
     assert not list((tmp_path / "cache-False/gguf").glob("*/*.json"))
     ours, _ = converted(file)
-    assert not unfinished.exists() and json.loads((ours / stored.STAMP).read_text())["file"] == "tiny.gguf"
+    assert not unfinished.exists() and json.loads((ours / copies.STAMP).read_text())["file"] == "tiny.gguf"
     same(ours, converted(file, by_transformers=True)[0])
 
 

@@ -13,8 +13,9 @@ import yaml
 
 from draftsmith.inference import decode
 from draftsmith.models import precision
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import stored_dtype
 from draftsmith.models.precision import Choice, choose_autocast, choose_dtype, describe, lacking, matmul_rate
-from draftsmith.models.stored import stored_dtype
 from draftsmith.models.target import load_target
 from draftsmith.train import distill, medusa
 
@@ -247,7 +248,7 @@ def test_distillation_answers_in_the_dtype_of_decoding(tmp_path, monkeypatch, cp
     )
     for large, dtype in ((1 << 40, "float32"), (1000, "bfloat16")):
         monkeypatch.setattr(precision, "_LARGE", large)
-        assert distill.with_dtype(recipe, tmp_path, False).target.dtype == dtype
+        assert distill.with_dtype(recipe, locate(recipe.target.name), tmp_path, False).target.dtype == dtype
         assert load_target(str(ROOT / "models/tiny-lm")).dtype == getattr(torch, dtype)
 
 

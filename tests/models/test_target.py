@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from draftsmith.models import stored
 from draftsmith.models import target as target_module
-from draftsmith.models.stored import fingerprint, resolve_folder
+from draftsmith.models.files import identity, weights
+from draftsmith.models.files.identity import fingerprint
+from draftsmith.models.files.locate import locate
 from draftsmith.models.target import Target, load_target
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -298,11 +299,11 @@ def test_fingerprint_changes_with_the_weights(folder, name, change):
 def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
     """One byte of a tensor, in place, with size and time of modification as before; whether hashes are kept or not."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "_REMEMBERED", 0)
-    monkeypatch.setattr(stored, "_SETTLED", 0)
+    monkeypatch.setattr(identity, "_REMEMBERED", 0)
+    monkeypatch.setattr(identity, "_SETTLED", 0)
     before, file = fingerprint(folder), folder / "model.safetensors"
-    data, header = stored.safetensors_header(file)
-    monkeypatch.setattr(stored, "safetensors_header", None)
+    data, header = weights.safetensors_header(file)
+    monkeypatch.setattr(identity, "safetensors_header", None)
     assert fingerprint(folder) == before, "of the hashes that are kept"
     monkeypatch.undo()
     begin, end = header["model.layers.1.mlp.down_proj.weight"]["data_offsets"]
@@ -314,18 +315,18 @@ def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
         stream.write(bytes([byte[0] ^ 1]))
     os.utime(file, ns=times)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "_REMEMBERED", 0)
-    said = stored.difference(before, fingerprint(folder))
+    monkeypatch.setattr(identity, "_REMEMBERED", 0)
+    said = identity.difference(before, fingerprint(folder))
     assert said.startswith("other weights (fingerprint ")
 
 
 def test_hashes_of_a_file_just_written_are_not_kept(folder, monkeypatch, tmp_path):
     """It may be written again within the same tick of the clock."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stored, "_REMEMBERED", 0)
+    monkeypatch.setattr(identity, "_REMEMBERED", 0)
     fingerprint(folder)
     assert not list(tmp_path.glob("cache/hashes/*"))
-    monkeypatch.setattr(stored, "_SETTLED", 0)
+    monkeypatch.setattr(identity, "_SETTLED", 0)
     fingerprint(folder)
     assert len(list(tmp_path.glob("cache/hashes/*"))) == 1
     (tmp_path / "file").touch()
@@ -337,11 +338,11 @@ def test_what_differs_is_named(folder):
     whole = fingerprint(folder)
     edit(folder, lambda c: c.update(rms_norm_eps=1e-3))
     other = fingerprint(folder)
-    assert stored.difference(whole, other) == "the same weights with another config.json"
+    assert identity.difference(whole, other) == "the same weights with another config.json"
     (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
-    assert stored.difference(other, fingerprint(folder)) == "the same weights with another tokenizer"
-    assert stored.difference(whole, fingerprint(folder)) == "the same weights with another config.json and tokenizer"
-    assert stored.difference("a" * 64, whole).startswith(
+    assert identity.difference(other, fingerprint(folder)) == "the same weights with another tokenizer"
+    assert identity.difference(whole, fingerprint(folder)) == "the same weights with another config.json and tokenizer"
+    assert identity.difference("a" * 64, whole).startswith(
         "other weights, config or tokenizer (fingerprint aaaaaaaaaaaa… ≠ "
     )
 
@@ -368,7 +369,7 @@ def test_no_such_target(name):
 
 def test_folder_inside_the_project_is_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (resolve_folder("recipes") / "tiny-lm.yaml").is_file()
+    assert (locate("recipes").path / "tiny-lm.yaml").is_file()
 
 
 @pytest.mark.parametrize(

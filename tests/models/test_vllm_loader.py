@@ -36,7 +36,8 @@ import torch
 from made import write_eagle, write_heads
 from safetensors.torch import load_file
 
-from draftsmith.models import export
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
 ROOT, TARGET = Path(__file__).parents[2], "models/tiny-lm"
@@ -58,7 +59,7 @@ def test_every_tensor_arrives(tmp_path):
     for name, (method, options) in FORMS.items():
         mine, served = tmp_path / "mine" / name, tmp_path / name
         write_heads(mine, target, options) if isinstance(options, str) else write_eagle(mine, target, **options)
-        export.export(export.open_source(str(mine), "vllm"), "vllm", served)
+        to_servers.export(open_source(str(mine), "vllm"), "vllm", served)
         words += [method, str(served)]
     command = [str(PYTHON), __file__, str(ROOT / TARGET), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

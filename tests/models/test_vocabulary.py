@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent, places
+from draftsmith.models.vocabulary import check_draft_vocab, coverage, coverage_by_size, most_frequent, to_draft_ids
 
 
 def test_most_frequent():
@@ -28,7 +28,7 @@ def test_coverage_is_a_share_of_the_labels():
 def test_places():
     ids = torch.tensor([0, 3, 4, 9])
     tokens = torch.tensor([[4, 5, 0], [-100, 9, 10], [3, -1, 8]])
-    assert places(tokens, ids, outside=-100).tolist() == [[2, -100, 0], [-100, 3, -100], [1, -100, -100]]
+    assert to_draft_ids(tokens, ids, outside=-100).tolist() == [[2, -100, 0], [-100, 3, -100], [1, -100, -100]]
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.rollouts import Recorded, eagle_drafts, kept, record
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, simulate
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models import export
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.from_published import as_ours
 from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.from_published import convert_if_published
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
 from draftsmith.models.target import load_target
 from draftsmith.train import clusters, dynaspec, eagle, shortlists
@@ -617,8 +618,8 @@ def test_parts_of_another_recipe_are_made_anew(recipe, train, work):
 def test_a_published_base(recipe, train, tiny_lm, tmp_path):
     """`drafter.base` takes an exported folder as it takes the run that was exported."""
     base, served = recipe.parent / "base", tmp_path / "served"
-    export.export(export.open_source(str(base), "sglang"), "sglang", served)
-    as_ours(str(served), str(tiny_lm))  # says so on stderr, once
+    to_servers.export(open_source(str(base), "sglang"), "sglang", served)
+    convert_if_published(str(served), str(tiny_lm))  # says so on stderr, once
     folder = train("published-base", f"drafter.base={served}", "stages.0.steps=2", "evaluate={every: 2}")
     part, own = (load_file(each / "model.safetensors") for each in (folder / "drafter", base))
     assert part.keys() == own.keys() and all(torch.equal(part[name], own[name]) for name in own)

@@ -13,10 +13,11 @@ from training_runs import assert_same_files, metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
-from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.from_published import as_ours
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.from_published import convert_if_published
+from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
@@ -317,8 +318,8 @@ def test_begin_with_a_published_drafter(train, tiny_lm, tmp_path):
     """`init_from` takes an exported folder as it takes the run that was exported; one of another shape is refused."""
     own = ["drafter.draft_vocab_size=40", "drafter.captured_layers=[1]"]
     first, served = train("to-publish", *FURTHER, *own), tmp_path / "served"
-    export.export(export.open_source(str(first), "vllm"), "vllm", served)
-    as_ours(str(served), str(tiny_lm))  # says so on stderr, once
+    to_servers.export(open_source(str(first), "vllm"), "vllm", served)
+    convert_if_published(str(served), str(tiny_lm))  # says so on stderr, once
     further = train("from-published", *FURTHER, *own, f"init_from={served}", "stages.0.optim.lr=1e-9")
     one, two = (load_file(folder / "model.safetensors") for folder in (first, further))
     for name in one:

@@ -11,7 +11,7 @@ from draftsmith.common.files import read_json, write_json
 from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.models.target import Target
-from draftsmith.train import features, loop
+from draftsmith.train import features, launch
 from draftsmith.train.features import hidden_states
 
 
@@ -25,7 +25,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def accelerator():
-    return loop.make_accelerator(Precision(threads=1))
+    return launch.make_accelerator(Precision(threads=1))
 
 
 @torch.no_grad()

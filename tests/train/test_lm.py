@@ -14,6 +14,7 @@ from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Source
 from draftsmith.data import bpe
 from draftsmith.data.rows import Skipped
+from draftsmith.models.files.locate import locate
 from draftsmith.train import lm, unlikelihood
 
 ROOT = Path(__file__).parents[2]
@@ -202,7 +203,7 @@ def test_a_tokenizer_without_our_end_token(trained, tmp_path):
         (folder / name).write_text((folder / name).read_text().replace("<|end|>", "</s>"))
     recipe = read_recipe(ROOT / "recipes/tiny-lm.yaml", lm.LmRecipe, [*SMALL, f"init_from={folder}"])
     with pytest.raises(ValueError, match=r"its tokenizer has no <\|end\|>; begin with a model of train/lm\.py"):
-        lm.check_beginning(recipe.init_from, recipe.model)
+        lm.check_beginning(locate(recipe.init_from), recipe.model)
 
 
 def test_another_models_tokenizer(run_main, trained, tmp_path):

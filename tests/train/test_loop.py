@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from draftsmith.common import progress
 from draftsmith.common.sections import Precision, Stage, TrainingRecipe
-from draftsmith.train import checkpoint, loop
+from draftsmith.train import checkpoint, launch, loop
 from draftsmith.train.folders import begin
+from draftsmith.train.run import Run
 
 VOCAB, WIDTH, LENGTH = 13, 8, 6
 
@@ -86,10 +87,10 @@ class Samples:
 
 
 def fit(run, module, stage, make=samples, evaluate=evaluate) -> None:
-    loop.fit(run, module, Samples(make), stage, evaluate, "-validation_loss")
+    loop.optimize(run, module, Samples(make), stage, evaluate, "-validation_loss")
 
 
-def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> loop.RunState:
+def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("toy",)) -> Run:
     content = {
         "run": {"name": folder.name, "output_dir": str(folder.parent)},
         "data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib", "split": "validation"}]},
@@ -99,7 +100,7 @@ def job(folder: Path, resume=False, every=4, keep=2, evaluate_every=3, stages=("
         "stages": [stage(name=name).model_dump() for name in stages],
     }
     recipe = TrainingRecipe.model_validate(content)
-    return loop.RunState(recipe, "toy", loop.make_accelerator(Precision(threads=1)), resume, "")
+    return Run(recipe, "toy", launch.make_accelerator(Precision(threads=1)), resume, "")
 
 
 def weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -591,7 +592,7 @@ def test_a_target_that_overflows_is_named(tmp_path, kept):
 
 def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
     run = job(tmp_path)
-    monkeypatch.setattr(loop.Accelerator, "num_processes", property(lambda self: 3))
+    monkeypatch.setattr(launch.Accelerator, "num_processes", property(lambda self: 3))
     with pytest.raises(ValueError, match=r"batch\.sequences=4 is not a multiple of processes × accumulate \(3 × 1\)"):
         fit(run, Toy(), stage())
 
@@ -599,13 +600,13 @@ def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
 def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched but accelerate sees 1; on CPU launch with"):
-        loop.make_accelerator(Precision(threads=1))
+        launch.make_accelerator(Precision(threads=1))
 
 
 def test_the_time_left_is_said_once_it_is_known(monkeypatch, capsys):
     """After the first of many it would be a guess; parts of one count."""
     monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
-    with progress.ProgressBar("answers", 40, loop.console) as bar:
+    with progress.ProgressBar("answers", 40, launch.console) as bar:
         for count in (0, 0.5, 3.9, 4.0, 20.5, 40):
             bar(count)
     first, *lines = capsys.readouterr().out.splitlines()

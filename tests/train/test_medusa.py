@@ -27,8 +27,8 @@ from draftsmith.data import streaming
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.measure import tree_search
+from draftsmith.models.files.identity import older_fingerprint
 from draftsmith.models.medusa import MedusaHeads
-from draftsmith.models.stored import older_fingerprint
 from draftsmith.models.training import training_of
 from draftsmith.train import draft_vocabulary, medusa
 from draftsmith.train.dry_run import decode_a_little

@@ -22,7 +22,7 @@ from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded
 from draftsmith.train.folders import mark
-from draftsmith.train.run import _check_strategy
+from draftsmith.train.script import _check_strategy
 
 ROOT = Path(__file__).parents[2]
 SPREAD = ["fsdp", "zero3"]
@@ -174,9 +174,9 @@ def test_a_process_holds_its_part(strategy, tiny_lm, tmp_path):
     script.write_text(
         "import sys\n"
         "from draftsmith.models.target import load_target\n"
-        "from draftsmith.train import loop, sharded\n"
+        "from draftsmith.train import launch, sharded\n"
         "from draftsmith.common.sections import Precision\n"
-        "accelerator = loop.make_accelerator(Precision(threads=1))\n"
+        "accelerator = launch.make_accelerator(Precision(threads=1))\n"
         "with sharded.placing(accelerator, 'float32') as place:\n"
         "    target = load_target(sys.argv[1], place=place)\n"
         "here = lambda p: p.ds_tensor.numel() if hasattr(p, 'ds_tensor') else getattr(p, '_local_tensor', p).numel()\n"

@@ -247,11 +247,11 @@ def test_each_round_trains_on_what_is_left(whole):
 def test_seeds_and_weighting_are_other_ensembles(whole, train, monkeypatch):
     found, used = [weights_of(whole)], []
 
-    def fit(*arguments, weights, fit=Run.fit, **named):
+    def fit(*arguments, weights, fit=ssm.fit, **named):
         used.append(weights)
         return fit(*arguments, weights=weights, **named)
 
-    monkeypatch.setattr(Run, "fit", fit)
+    monkeypatch.setattr(ssm, "fit", fit)
     found.append(weights_of(train("seeds", "boost.ensemble=seeds")))
     found.append(weights_of(train("weighted", "boost.marked_share=0.25", "data.train.0.weight=2")))
     assert used == [[1.0]] * 3 + [[1.5]] + [[1.5, 0.5]] * 2, "the source's weight, times the share of what is marked"

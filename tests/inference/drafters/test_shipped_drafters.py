@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from draftsmith.models.from_gguf import with_safetensors
-from draftsmith.models.stored import FETCHED, gguf_file, older_fingerprint
+from draftsmith.models.files.from_gguf import convert_gguf
+from draftsmith.models.files.identity import older_fingerprint
+from draftsmith.models.files.locate import FETCHED, gguf_file
 
 ROOT = Path(__file__).parents[3]
 CODER = "models/qwen2.5-coder-0.5b"
@@ -71,7 +72,7 @@ def test_its_target(folder):
 def test_it_decodes_the_target_exactly(folder, tmp_path, run_decode, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert (file := gguf_file(target_of(folder)))
-    assert older_fingerprint(with_safetensors(file)) == FINGERPRINTS[target_of(folder)]
+    assert older_fingerprint(convert_gguf(file)) == FINGERPRINTS[target_of(folder)]
     # A tree of its own: which nodes of the shipped one pay, if any, depends on the machine and its load.
     tree = tmp_path / "tree.json"
     tree.write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))

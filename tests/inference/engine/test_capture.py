@@ -94,7 +94,7 @@ def test_every_capture_is_without_collections():
         if "graph" in (text := file.read_text(encoding="utf-8"))
         for line, inside in captures(ast.parse(text))
     }
-    known = {"kernels/measured.py", "benchmarks/kernel_times.py", "inference/engine/step.py"}
+    known = {"kernels/measured.py", "benchmarks/kernel_timing.py", "inference/engine/step.py"}
     assert {file for file, _ in found} >= known
     assert all(found.values()), [where for where, inside in found.items() if not inside]
     assert [*captures(ast.parse("with torch.cuda.graph(g), no_collection():\n    pass"))] == [(1, False)]

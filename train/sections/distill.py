@@ -1,7 +1,6 @@
-"""Sections of the recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
+"""The recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
 
-import hashlib
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -18,10 +17,6 @@ from draftsmith.common.sections import (
     Threads,
     Tokens,
 )
-from draftsmith.data.seeds import Conversation
-from draftsmith.data.tokenized import read_template
-from draftsmith.inference.verify.sampling import Sampling
-from draftsmith.models.stored import fingerprint, resolve_folder
 
 
 class Seeds(Section):
@@ -94,7 +89,7 @@ class Endpoint(Section):
     give_up: Positive = Field(default=200, description="end the run after this many prompts in a row without an answer")
 
 
-class Distillation(Section):
+class DistillRecipe(Section):
     """What is asked of whom, and how."""
 
     run: RunSection
@@ -109,7 +104,7 @@ class Distillation(Section):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> "Distillation":
+    def _whole(self) -> "DistillRecipe":
         needed = "target" if self.backend == "engine" else "endpoint"
         if getattr(self, needed) is None:
             raise ValueError(f"backend {self.backend} needs the section '{needed}'; add it")
@@ -123,33 +118,3 @@ class Distillation(Section):
         if self.backend == "endpoint" and self.data.written:
             raise ValueError("data.written is for backend engine; a server does not continue the user's turn")
         return self
-
-    def sampling(self, conversation: Conversation) -> Sampling:
-        """Sampling parameters of the next message, with a seed of the prompt and the turn, whatever else is decoded."""
-        digest = hashlib.sha256(f"{self.run.seed} {conversation.seed.id} {conversation.turn}".encode()).digest()
-        d, seed = self.decoding, int.from_bytes(digest[:8], "big") >> 2
-        if conversation.speaker == "user":
-            return Sampling(d.user_temperature, seed=seed)
-        return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
-
-    def decides(self) -> dict[str, Any]:
-        """All settings that the answers depend on, by field. Those of speed and the server's address may change between
-        two commands that fill the same folder."""
-        own = self.self_talk or self.data.written
-        fields = {
-            f"decoding.{name}": value
-            for name, value in self.decoding.model_dump(mode="json").items()
-            if own or not name.startswith("user_")
-        }
-        fields |= {"run.seed": self.run.seed, "backend": self.backend, "self_talk": self.self_talk}
-        fields |= {"data.seeds": self.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
-        if self.data.template_arguments:
-            fields |= {"data.template_arguments": self.data.template_arguments}
-        if self.backend == "endpoint":
-            assert self.endpoint is not None
-            return {**fields, "endpoint.model": self.endpoint.model}
-        assert self.target is not None
-        fields |= {f"target.{name}": value for name, value in self.target.model_dump(mode="json").items()}
-        fields["target.fingerprint"] = fingerprint(resolve_folder(self.target.name, self.target.revision))
-        fields |= {"data.template": read_template(self.data.template), "engine.max_length": self.engine.max_length}
-        return fields

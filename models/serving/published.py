@@ -1,10 +1,7 @@
-"""Drafters as they are published on the Hugging Face Hub, converted into ours: the inverse of :mod:`models.export`.
+"""Drafters as they are published on the Hugging Face Hub, converted into ours: the inverse of to_servers.py.
 
-    EAGLE-1      layers.0.*, fc                                   EAGLE, SGLang, vLLM
-    EAGLE-3      midlayer.* or layers.0.*, fc, norm, d2t, t2d     EAGLE, SGLang, vLLM, ModelOpt, speculators
-    Medusa       {head}.{layer}.linear.*, {head}.{L}.weight       Medusa, TGI; blocks.{head}.layers.{layer}.*, vLLM
-
-A tensor or a field of the config that is not known here may change what a drafter computes, and is refused by its name.
+A tensor or a field of the config that layouts.py does not know may change what a drafter computes, and is refused by
+its name.
 
 Shape letters: d hidden width, W the target's, V vocabulary, S draft vocabulary, K draft heads, L layers of a head.
 """
@@ -12,54 +9,24 @@ Shape letters: d hidden width, W the target's, V vocabulary, S draft vocabulary,
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from draftsmith.common.command import first_line
-from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture
-from draftsmith.models.medusa import MedusaConfig
+from draftsmith.models.eagle import Eagle, EagleConfig
+from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.serving import layouts
+from draftsmith.models.serving.layouts import Config, Tensors
+from draftsmith.models.target import Target
 
-Config = Mapping[str, Any]
-Tensors = Mapping[str, Tensor]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ARCHITECTURES = set(
-    "LlamaForCausalLM Qwen2ForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 "
-    "Eagle3LlamaForCausalLM Eagle3Speculator Eagle3DraftModel".split()
-)
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Fields that change no logit.
-_HARMLESS = set(
-    "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
-    "pad_token_id initializer_range use_cache pretraining_tp attention_dropout num_hidden_layers max_window_layers "
-    "has_no_defaults_at_init embed_requires_grad speculators_config speculators_version speculators_model_type "
-    "tie_word_embeddings next_layer_regular parallel_draft_heads_num_layers "
-    "target_model_type reuse_target_lm_head".split()
-)
-# Fields that are read below, or whose tensors are.
-_READ = set(
-    "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps rope_theta "
-    "max_position_embeddings rope_scaling rope_parameters draft_vocab_size eagle_aux_hidden_state_layer_ids bias "
-    "target_hidden_size attention_bias qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_output "
-    "norm_before_residual norm_before_fc fc_norm num_aux_hidden_states truncated_vocab_size".split()
-)
-# Fields that have one value here, where they are stated.
-_ONE_VALUE = {
-    "hidden_act": "silu",
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "parallel_draft_step": 1,
-}
-_MEDUSA_FIELDS = set(
-    "medusa_num_heads medusa_num_layers num_heads base_model_name_or_path original_lm_head medusa_fc_bias max_paths "
-    "topk version max_seq_len".split()
-)
+_ROPES = ("default", "linear", "llama3", "yarn")  # types of rotary positions that are the same in all programs
 
 
 @dataclass(frozen=True)
-class Facts:
+class TargetInfo:
     """What a conversion needs of the target: its sizes, its embeddings ``[V, W]`` as the first layer reads them and its
     LM head's matrix ``[V, W]``, or ``[0, W]`` where that has a bias, too."""
 
@@ -69,6 +36,14 @@ class Facts:
     context: int
     embeddings: Tensor
     lm_head: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: Target) -> "TargetInfo":
+        rows = target.embeddings(torch.arange(target.vocab_size, device=target.device))
+        head, layers = cast(Tensor, target.lm_head.weight), target.config.num_hidden_layers
+        head = head if getattr(target.lm_head, "bias", None) is None else head[:0]
+        return cls(target.hidden_size, target.vocab_size, layers, target.context, rows, head)
 
 
 @dataclass(frozen=True)
@@ -83,8 +58,13 @@ class Imported:
     weights: dict[str, Tensor]
     notes: tuple[str, ...]
 
+    def drafter(self, where: str) -> Eagle | MedusaHeads:
+        """Its module, in float32. Raises ValueError: config and weights do not go together."""
+        family = MedusaHeads if isinstance(self.config, MedusaConfig) else Eagle
+        return family.from_artifact(self.config.to_dict(), self.weights, where)
 
-def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
+
+def convert(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     """Convert a published drafter.
     ``config``: the content of its config.json.
     ``tensors``: all of its tensors.
@@ -94,34 +74,39 @@ def convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")
     try:
-        return _convert(config, tensors, facts)
+        imported = in_our_form(config, tensors, target)
     except ValueError:
         raise
     except Exception as error:  # a value of a wrong kind meets the checks of several libraries
         raise ValueError(f"config.json: a field's value makes no drafter ({first_line(error)})") from None
+    shape = imported.config
+    if isinstance(shape, EagleConfig) and (kind := shape.rope_parameters["rope_type"]) not in _ROPES:
+        raise ValueError(f"config.json: rotary positions of type '{kind}' are not imported")
+    return imported
 
 
-def _convert(config: Config, tensors: Tensors, facts: Facts) -> Imported:
+def in_our_form(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
+    """:func:`convert` without the checks of what only others write."""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
-        return _medusa(config, tensors, facts)
+        return _medusa(config, tensors, target)
     kind = config.get("speculators_model_type", "eagle3")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: field 'architectures' is {names!r}; it has to be a list of names")
-    if kind != "eagle3" or not _ARCHITECTURES.issuperset(names):
+    if kind != "eagle3" or not layouts.ARCHITECTURES.issuperset(names):
         unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {names}"
         raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3 and Medusa")
-    return _eagle(config, tensors, facts)
+    return _eagle(config, tensors, target)
 
 
 def _check_fields(config: Config, known: Container[str], where: str = "") -> None:
     """Refuse unknown fields. One that is null, false, 0 or empty switches nothing on."""
     for name, value in config.items():
-        if name in _ONE_VALUE and value is not None and value != _ONE_VALUE[name]:
-            raise ValueError(f"config.json: {where}{name} is {value!r}; only {_ONE_VALUE[name]!r} is known here")
+        if name in layouts.ONE_VALUE and value is not None and value != layouts.ONE_VALUE[name]:
+            raise ValueError(f"config.json: {where}{name} is {value!r}; only {layouts.ONE_VALUE[name]!r} is known here")
         # Qwen2's configs state a window that is not used.
         unused = name == "sliding_window" and config.get("use_sliding_window") is False
-        if value and not unused and not any(name in each for each in (known, _HARMLESS, _ONE_VALUE)):
+        if value and not unused and not any(name in each for each in (known, layouts.HARMLESS, layouts.ONE_VALUE)):
             raise ValueError(f"config.json: field '{where}{name}' is {value!r}; it is not known here what that changes")
 
 
@@ -160,14 +145,14 @@ def _check_shapes(found: Tensors, wanted: Mapping[str, tuple[int, ...]], named: 
 # ---- EAGLE
 
 
-def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
+def _eagle(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     layer, nested = config.get("transformer_layer_config", config), config.get("eagle_config") or {}
     speculators = layer is not config
     for part, where in ((config, ""), (layer, "transformer_layer_config."), (nested, "eagle_config.")):
         if not isinstance(part, dict):
             raise ValueError(f"config.json: field '{where[:-1]}' is {part!r}; it has to be an object")
         if part is not config or not where:
-            _check_fields(part, {_LAYER_IDS} if part is nested else _READ, where)
+            _check_fields(part, {layouts.LAYER_IDS} if part is nested else layouts.READ, where)
     own, named, notes = dict[str, Tensor](), dict[str, str](), list[str]()
     for old, tensor in tensors.items():
         name = old.removeprefix("model.")
@@ -182,20 +167,23 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     version = 3 if {"midlayer.hidden_norm.weight", "norm.weight"} & own.keys() else 1
     width, vocab_size = _number(layer, "hidden_size"), _number(layer, "vocab_size")
     reads = _number(config, "target_hidden_size", width)
-    _check_target("target_hidden_size" if reads != width else "hidden_size", reads, facts.hidden_size)
-    _check_target("vocab_size", vocab_size, facts.vocab_size)
-    if "embed_tokens.weight" in own and _same(own["embed_tokens.weight"], facts.embeddings):
+    _check_target("target_hidden_size" if reads != width else "hidden_size", reads, target.hidden_size)
+    _check_target("vocab_size", vocab_size, target.vocab_size)
+    if "embed_tokens.weight" in own and _same(own["embed_tokens.weight"], target.embeddings):
         del own["embed_tokens.weight"]
         notes.append("its embeddings are the target's and are not stored again")
-    if version == 1 and "lm_head.weight" in own and _same(own["lm_head.weight"], facts.lm_head):
+    if version == 1 and "lm_head.weight" in own and _same(own["lm_head.weight"], target.lm_head):
         del own["lm_head.weight"]
     size = _number(config, "draft_vocab_size", _number(config, "truncated_vocab_size", vocab_size))
-    if version == 3 and (ids := _draft_vocab(own, size, vocab_size)) is not None:
-        own["draft_vocab"] = ids
+    ids = layouts.ids_of(own.pop("d2t", None), own.pop("t2d", None), size, vocab_size) if version == 3 else None
+    if ids is not None:
+        own["draft_vocab"], order = ids.sort()  # ours ascends
+        if len(own.get("lm_head.weight", ())) == size:
+            own["lm_head.weight"] = own["lm_head.weight"][order]
     heads = _number(layer, "num_attention_heads")
-    positions = _number(layer, "max_position_embeddings", facts.context)
-    if positions != facts.context:
-        notes.append(f"its config says {positions:,} positions; it is given the target's {facts.context:,}")
+    positions = _number(layer, "max_position_embeddings", target.context)
+    if positions != target.context:
+        notes.append(f"its config says {positions:,} positions; it is given the target's {target.context:,}")
     before = config.get("norm_before_residual")
     biased = bool(layer.get("attention_bias")) or any(f"midlayer.self_attn.{name}_proj.bias" in own for name in "qkv")
     shape = EagleConfig(
@@ -207,14 +195,12 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         _number(layer, "num_key_value_heads", heads),
         _number(layer, "head_dim", width // heads),
         _number(layer, "intermediate_size"),
-        facts.context,
-        _rope(layer),
+        target.context,
+        layouts.rope_of(layer),
         float(layer.get("rms_norm_eps") or 1e-6),
-        _captured(config, nested, facts) if version == 3 else (),
-        bool(config.get("norm_before_fc")),
-        bool(config.get("fc_norm")),
-        bool(config.get("norm_output")),
-        size if "draft_vocab" in own else None,
+        layouts.captured_of(config, target.num_layers) if version == 3 else (),
+        **{name: bool(config.get(name)) for name in layouts.NORMS},
+        draft_vocab_size=None if ids is None else size,
         fc_bias=version == 3 or "fc.bias" in own or bool(config.get("bias")),
         # The package speculators, and vLLM for its folders, take a missing field for true.
         norm_before_residual=speculators if before is None else bool(before),
@@ -228,91 +214,26 @@ def _eagle(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     return Imported("eagle", shape, own, tuple(notes))
 
 
-def _draft_vocab(own: dict[str, Tensor], size: int, vocab_size: int) -> Tensor | None:
-    """The draft vocabulary ``[S]`` int64, ascending, of the maps ``d2t [S]`` (id − place) and ``t2d [V]`` (whether an
-    id is drafted), which are taken out of the tensors; None for all of V. Rows of the LM head are put in its order."""
-    d2t, t2d = own.pop("d2t", None), own.pop("t2d", None)
-    if size == vocab_size and (d2t is None or not d2t.any()):  # the published code then reads neither
-        return None
-    if d2t is None:
-        raise ValueError(f"'d2t' is missing: which {size} of the target's {vocab_size} tokens are drafted?")
-    if d2t.shape != (size,) or d2t.is_floating_point():
-        raise ValueError(f"'d2t' is {list(d2t.shape)} of {d2t.dtype}; draft_vocab_size {size} needs [{size}] of int64")
-    ids = d2t.long() + torch.arange(size)
-    drafted = torch.zeros(vocab_size, dtype=torch.bool)
-    if int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
-        drafted[ids] = True
-    if int(drafted.sum()) < size or (t2d is not None and not torch.equal(t2d.bool(), drafted)):
-        marked = "" if t2d is None else " that 't2d' marks"
-        raise ValueError(f"'d2t' holds no offsets (token id − place) to distinct ids of the target{marked}")
-    ids, order = ids.sort()
-    if "lm_head.weight" in own and len(own["lm_head.weight"]) == size:
-        own["lm_head.weight"] = own["lm_head.weight"][order]
-    return ids
-
-
-def _captured(config: Config, nested: Config, facts: Facts) -> tuple[int, ...]:
-    """The target's layers whose inputs are read: by the layer that a state enters, or by the one that it leaves."""
-    entered, left = config.get(_LAYER_IDS), nested.get(_LAYER_IDS)
-    ids = entered or left or list(layers_to_capture(facts.num_layers))
-    if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
-        raise ValueError(f"config.json: field '{_LAYER_IDS}' is {ids!r}; it has to be a list of layers")
-    layers = tuple(layer + 1 if left and not entered else layer for layer in ids)
-    if (config.get("num_aux_hidden_states") or len(layers)) != len(layers):
-        raise ValueError(f"config.json: num_aux_hidden_states is {config['num_aux_hidden_states']}, layers {ids}")
-    if max(layers) >= facts.num_layers or min(layers) < 0:
-        raise ValueError(f"it reads the inputs of layers {list(layers)}; the target has 0 to {facts.num_layers - 1}")
-    return layers
-
-
-def _rope(layer: Config) -> dict[str, Any]:
-    """Rotary parameters, which are written in an older and a newer way."""
-    found = list[dict[str, Any]]()
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(layer.get(name), dict | None):
-            raise ValueError(f"config.json: field '{name}' is {layer[name]!r}; it has to be an object")
-    newer, scaling = layer.get("rope_parameters"), dict(layer.get("rope_scaling") or {})
-    if newer:
-        found.append(dict(newer))
-    if not newer or "rope_theta" in layer:
-        found.append({"rope_theta": layer.get("rope_theta") or 10000.0} | scaling)
-    for each in found:
-        kind = each.pop("type", None)  # the older name
-        each["rope_type"] = each.get("rope_type") or kind or "default"
-        each["rope_theta"] = float(each.get("rope_theta") or 10000.0)
-        if each["rope_type"] == "yarn":
-            each.setdefault("original_max_position_embeddings", layer.get("max_position_embeddings"))
-    if found[1:] and found[0] != found[1]:
-        raise ValueError("config.json: rope_theta and rope_scaling say other rotary positions than rope_parameters")
-    if found[0]["rope_type"] not in ("default", "linear", "llama3", "yarn"):
-        raise ValueError(f"config.json: rotary positions of type '{found[0]['rope_type']}' are not imported")
-    return found[0]
-
-
 # ---- Medusa
 
 
-def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
-    _check_fields(config, _MEDUSA_FIELDS | _READ)  # some have the whole config of their target
+def _medusa(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
+    _check_fields(config, layouts.MEDUSA_READ | layouts.READ)  # some have the whole config of their target
     for name in ("hidden_size", "vocab_size"):
-        _check_target(name, _number(config, name, getattr(facts, name)), getattr(facts, name))
+        _check_target(name, _number(config, name, getattr(target, name)), getattr(target, name))
     found, named, own = dict[str, Tensor](), dict[str, str](), dict[str, Tensor]()
     heads = layers = 0
     for old, tensor in tensors.items():
         name = re.sub(r"^medusa_heads?\.", "", old)
-        block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
-        last = re.fullmatch(r"(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight", name)
         if name == "token_map":
             own["draft_vocab"] = tensor.long()
             continue
-        if name == "lm_head.weight" and _same(tensor, facts.lm_head):
+        if name == "lm_head.weight" and _same(tensor, target.lm_head):
             continue
-        if block:
-            head, layer, kind = (group for group in block.groups() if group is not None)
-            name = f"{head}.{layer}.linear.{kind}"
-            heads, layers = max(heads, int(head) + 1), max(layers, int(layer) + 1)
-        elif last:
-            name = f"{last[1] or last[2]}.projection"
+        if block := layouts.block_of(name):
+            head, layer, kind = block
+            name = f"{head}.{layer}.linear.{kind}" if layer >= 0 else f"{head}.projection"
+            heads, layers = max(heads, head + 1) if layer >= 0 else heads, max(layers, layer + 1)
         found[name], named[name] = tensor, old
     said, depth = config.get("medusa_num_heads", config.get("num_heads")), config.get("medusa_num_layers", layers)
     notes = () if said in (None, heads) else (f"its config says {said} heads, its weights hold {heads}",)
@@ -320,8 +241,8 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
         raise ValueError(f"config.json: medusa_num_layers is {depth}; its weights are {heads} heads of {layers} layers")
     biased, projected = (any(name.endswith(end) for name in found) for end in (".bias", ".projection"))
     size = len(own["draft_vocab"]) if own else None
-    shape = MedusaConfig(heads, layers, "own" if projected else "shared", facts.hidden_size, facts.vocab_size, size)
-    width, order = facts.hidden_size, torch.arange(shape.outputs)
+    shape = MedusaConfig(heads, layers, "own" if projected else "shared", target.hidden_size, target.vocab_size, size)
+    width, order = target.hidden_size, torch.arange(shape.outputs)
     if size is not None:
         own["draft_vocab"], order = own["draft_vocab"].sort()
     blocks = [f"{head}.{layer}.linear" for layer in range(layers) for head in range(heads)]
@@ -334,7 +255,7 @@ def _medusa(config: Config, tensors: Tensors, facts: Facts) -> Imported:
     weight = torch.stack([found[f"{block}.weight"].t() for block in blocks])  # ours: x @ weight
     bias = torch.stack([found.get(f"{block}.bias", weight.new_zeros(width)) for block in blocks])
     own |= {"weight": weight.unflatten(0, (layers, heads)), "bias": bias.view(layers, heads, 1, width)}
-    rows = facts.lm_head[own["draft_vocab"]] if size is not None and len(facts.lm_head) else facts.lm_head
+    rows = target.lm_head[own["draft_vocab"]] if size is not None and len(target.lm_head) else target.lm_head
     projections = [found[f"{head}.projection"][order] for head in range(heads) if projected]
     if projected and all(_same(matrix, rows) for matrix in projections):
         shape = replace(shape, projection="shared")

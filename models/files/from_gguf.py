@@ -14,23 +14,22 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from draftsmith.common.command import available_cores, first_line
-from draftsmith.common.files import file_sha256, json_object, locked, replacing_folder, write_json
-from draftsmith.models import stored
+from draftsmith.common.files import replacing_folder
+from draftsmith.models.files.copies import GGUF, Conversion, cached_copy, known_sha256
+from draftsmith.models.files.weights import SINGLE
 from draftsmith.models.precision import say
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from draftsmith.models import gguf_blocks
+    from draftsmith.models.files import gguf_blocks
 
 _RULES = 1  # of this conversion: a copy made by others is made anew
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -44,45 +43,22 @@ _RATE = 60e6  # weights a second that one core converts; transformers, on all of
 _ONE_READER = threading.Lock()
 
 
-def with_safetensors(file: Path) -> Path:
+def convert_gguf(file: Path) -> Path:
     """The folder with the safetensors copy of a GGUF file, made now if need be (two lines on stderr).
 
     Matrices in float32 or float16 keep their dtype, quantised ones become bfloat16.
     Raises ValueError: it is no GGUF file, truncated or one part of several; ``transformers`` cannot convert its
     architecture; the package ``gguf`` is missing; or the copy does not fit on the disk. OSError: the file cannot be
     read, or the cache cannot be written."""
-    facts = file.stat()
-    sha256 = _sha256(file.resolve(), facts.st_size, facts.st_mtime_ns)
-    cache = stored.conversions("gguf")
-    copy = cache / sha256
-    if not _is_whole(copy, sha256):
-        with locked(cache / f"{sha256}.lock"):
-            if not _is_whole(copy, sha256):  # another process may have made it meanwhile
-                _convert(file, copy, sha256)
-    return copy
-
-
-@functools.cache
-def _sha256(file: Path, size: int, modified: int) -> str:
-    """SHA-256 of a file, computed once in a process unless its size or its time of modification changes."""
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise ValueError(f"{file}: not a GGUF file; fetch it again, or name a model's folder")
-    return file_sha256(file)
+    sha256 = known_sha256(file)
+    key, plan = {GGUF: sha256, "rules": _RULES}, functools.partial(_plan, file)
+    return cached_copy("gguf", sha256, file, key, plan, "config.json", "tokenizer.json")
 
 
-def _is_whole(copy: Path, sha256: str) -> bool:
-    """Whether a copy was made of this file by these rules and is still complete."""
-    with suppress(OSError, ValueError):
-        made = json_object(copy / stored.STAMP)
-        if made.get(stored.GGUF) == sha256 and made.get("rules") == _RULES:
-            needed = ("config.json", "tokenizer.json")
-            return bool(stored.check_safetensors(copy)) and all((copy / name).exists() for name in needed)
-    return False
-
-
-def _convert(file: Path, copy: Path, sha256: str) -> None:
-    """Make the copy; its stamp is written last, and without it the copy is not used."""
+def _plan(file: Path, copy: Path) -> Conversion:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{file}: to convert a GGUF file, the package gguf is needed: pip install gguf")
     began = time.monotonic()
@@ -96,15 +72,18 @@ def _convert(file: Path, copy: Path, sha256: str) -> None:
         f"{file}: a GGUF file ({file.stat().st_size / 1e9:,.2f} GB), converted once to safetensors ({dtype}, "
         f"{size / 1e9:,.2f} GB) in {copy}; about {seconds:.0f} s"
     )
-    with stored.converting(copy, size, file, announcement):
+
+    def write(copy: Path) -> None:
         _write(file, copy, dtype, fields, reader)
-        versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
-        write_json(copy / stored.STAMP, {stored.GGUF: sha256, "file": file.name, "rules": _RULES, **versions})
-    say(f"{file}: converted in {time.monotonic() - began:.0f} s")
+        say(f"{file}: converted in {time.monotonic() - began:.0f} s")
+
+    versions = {name: importlib.metadata.version(name) for name in ("transformers", "gguf")}
+    return Conversion(size, announcement, write, {"file": file.name, **versions})
 
 
 def _read(file: Path) -> "GGUFReader":
     """The file's fields and the places of its tensors. Raises ValueError: it is damaged."""
+    import numpy as np
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
@@ -195,7 +174,7 @@ def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str], reader: "
         with replacing_folder(copy) as temporary:
             with _one_reader(file, reader), _refusing(file, architecture):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-                planned = _plan(file, dtype, architecture, reader, temporary)
+                planned = _plan_weights(file, dtype, architecture, reader, temporary)
             if planned is None:
                 with _one_reader(file, reader):
                     _by_transformers(file, dtype, architecture, temporary)
@@ -204,7 +183,7 @@ def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str], reader: "
             tokenizer.save_pretrained(temporary)
             quietly.close()
             if planned is not None:
-                _write_weights(file, temporary / stored.SINGLE, planned, dtype)
+                _write_weights(file, temporary / SINGLE, planned, dtype)
 
 
 @contextmanager
@@ -221,7 +200,7 @@ def _refusing(file: Path, architecture: str) -> Iterator[None]:
         ) from None
 
 
-def _plan(
+def _plan_weights(
     file: Path, dtype: str, architecture: str, reader: "GGUFReader", folder: Path
 ) -> "tuple[bytes, list[gguf_blocks.Piece]] | None":
     """What :func:`_write_weights` writes, and the model's configs in a folder; None where transformers has to convert:
@@ -230,7 +209,7 @@ def _plan(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from draftsmith.models import gguf_blocks
+    from draftsmith.models.files import gguf_blocks
 
     if architecture not in _MAPPED or reader.byte_order != "I":
         return None
@@ -273,7 +252,7 @@ def _write_weights(file: Path, copy: Path, planned: "tuple[bytes, list[gguf_bloc
     from rich.console import Console
 
     from draftsmith.common.progress import ProgressBar
-    from draftsmith.models import gguf_blocks
+    from draftsmith.models.files import gguf_blocks
 
     header, pieces = planned
     total = sum(piece.rows * piece.columns for piece in pieces) // 1_000_000

@@ -1,11 +1,13 @@
-"""The section ``drafter`` of an EAGLE recipe."""
+"""The recipe of train/eagle.py: an EAGLE drafter."""
 
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DraftVocabSize, Layers
+from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers
+
+DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 
 
 class EagleSection(Section):
@@ -64,3 +66,20 @@ class EagleSection(Section):
         """Of :class:`~draftsmith.models.eagle.EagleConfig`."""
         norms = {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
         return {**norms, "fc_bias": self.bias}
+
+
+class EagleRecipe(DrafterRecipe):
+    drafter: EagleSection
+
+    @model_validator(mode="after")
+    def _possible(self) -> "EagleRecipe":
+        if self.precision.gradient_checkpointing:
+            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
+        if self.precision.compile:
+            raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
+        if self.export.merged:
+            raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
+        for source in [*self.data.train, *self.data.validation]:
+            if source.answers is not None and source.answers.new_tokens < DEPTH + 2:
+                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts + 1 = {DEPTH + 1}")
+        return self

@@ -14,8 +14,11 @@ from miniatures import LLAMA_PIECES
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.models import stored
-from draftsmith.models.stored import fingerprint, resolve_folder, with_safetensors
+from draftsmith.common.files import cache_folder
+from draftsmith.models.files import copies
+from draftsmith.models.files.copies import with_safetensors
+from draftsmith.models.files.identity import fingerprint
+from draftsmith.models.files.locate import locate
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
 
@@ -179,11 +182,11 @@ def test_a_conversion_that_was_killed_is_begun_again(folder, monkeypatch):
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.models.pickled.write_json", killed)
+        patch.setattr("draftsmith.models.files.copies.write_json", killed)
         with pytest.raises(SystemExit):
             with_safetensors(folder)
-    assert [path.suffix for path in (stored.cache_folder() / "models").iterdir()] == [".lock"], "no half copy is left"
-    unfinished = next((stored.cache_folder() / "models").iterdir()).with_suffix("")
+    assert [path.suffix for path in (cache_folder() / "models").iterdir()] == [".lock"], "no half copy is left"
+    unfinished = next((cache_folder() / "models").iterdir()).with_suffix("")
     unfinished.mkdir()  # what a kill that nothing can catch leaves
     (unfinished / SAFE_SHARDS[0]).write_bytes(b"half")
     assert load_target(str(folder)).fingerprint == fingerprint(folder)
@@ -419,7 +422,7 @@ def test_names_that_are_no_folder(tmp_path, monkeypatch):
         "https://example.org/a": "there is no such folder",
     }.items():
         with pytest.raises(FileNotFoundError, match=said):
-            resolve_folder(name)
+            locate(name)
 
 
 # ---- tokenizers
@@ -498,6 +501,18 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(hub, whole, capsy
     assert load_target("lab/old").fingerprint == target.fingerprint and capsys.readouterr().err == ""
 
 
+def test_what_was_located_is_not_looked_up_again(hub, whole, monkeypatch):
+    publish(hub, whole, "lab/once")
+    small = locate("lab/once", weights=False)
+    assert not (small.complete or (small.path / "model.safetensors").exists())
+    model = locate(small)
+    assert model.complete and model.path == small.path and locate(model, weights=False) is model
+    monkeypatch.setattr("draftsmith.models.files.locate._download", None)
+    assert load_target(model).fingerprint == fingerprint(whole) and load_tokenizer(small)
+    with pytest.raises(TypeError):
+        load_target(small)  # its weights would have to be downloaded
+
+
 def test_repositories_that_give_nothing(hub, whole, monkeypatch):
     hub.gated["models/lab/gated"] = {"hf_other"}
     publish(hub, whole, "lab/gated")
@@ -539,7 +554,7 @@ def test_a_cache_that_cannot_be_made(folder, monkeypatch):
 
 def test_a_conversion_that_does_not_fit(folder, monkeypatch):
     pickled(folder)
-    monkeypatch.setattr(stored, "_MARGIN", 1 << 60)
+    monkeypatch.setattr(copies, "_MARGIN", 1 << 60)
     with pytest.raises(ValueError, match=r"a safetensors copy of .* needs 0.0 GB, .* free; free some space, or set"):
         load_target(str(folder))
-    assert not list((stored.cache_folder() / "models").glob("target-*/*"))
+    assert not list((cache_folder() / "models").glob("target-*/*"))

@@ -1,6 +1,6 @@
 """The programs that read exported folders, and which of them reads which field of config.json.
 
-The export refuses a drafter with a field that changes its logits and that the program leaves out (models/formats.py);
+The export refuses a drafter with a field that changes its logits and that the program leaves out (layouts.py);
 benchmarks/readers.py writes the table of docs/export.md and holds this one against the programs' sources.
 """
 

@@ -1,0 +1,137 @@
+"""The model card of an exported folder, with the commands that serve it."""
+
+import json
+from pathlib import Path
+
+from draftsmith.common.files import json_object
+from draftsmith.models.artifact import TEMPLATE
+from draftsmith.models.card import TRAINING, measured, named, served_name, table_of
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaHeads
+from draftsmith.models.serving.source import ExportSource
+
+TOKENS = 3  # of a draft in speculators' config and in the card's commands, where calibration found no best chain
+NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
+
+
+def fastest_chain(folder: Path) -> int:
+    """Tokens of the fastest chain that the calibration of a drafter's folder timed or estimated; :data:`TOKENS` if its
+    tree does not say."""
+    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
+    sizes = tree.get("calibration", {}).get("sizes") or []
+    chains = [size for size in sizes if size.get("depth") == size["nodes"] - 1]
+    return max(chains, key=lambda size: size["speedup"])["depth"] if chains else TOKENS
+
+
+def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[str, str, str]:
+    """What serves an exported folder, the name of the speculative method, and the commands, with DRAFTER for the
+    folder."""
+    if isinstance(source.drafter, MedusaHeads):
+        method, tokens, version = "medusa", source.drafter.config.num_draft_heads, 0
+    else:
+        version = source.drafter.config.version
+        method = "eagle3" if version == 3 else "eagle"
+    options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
+    vllm = f"vllm serve {target} --speculative-config '{options}'"
+    if isinstance(source.drafter, MedusaHeads):
+        if to == "vllm":
+            return "vLLM up to 0.32", method, vllm
+        files = f"# {tokens} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
+        files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
+        return "programs that read the published layout from safetensors", method, files
+    if to == "speculators":
+        return "vLLM and the package speculators", method, "vllm serve DRAFTER"
+    if to == "openvino":
+        # It takes what leaves a layer, and by default 2, n/2 and n − 3; its converter has no place for a list.
+        convert = "optimum-cli export openvino --task text-generation-with-past --model"
+        layers = " ".join(str(layer - 1) for layer in source.drafter.config.captured_layers)
+        commands = f"""
+{convert} {target} target-ov
+{convert} DRAFTER --trust-remote-code drafter-ov
+sed -i.bak 's|<eagle3_mode |<hidden_layers_list value="{layers}" />&|' drafter-ov/openvino_model.xml
+python -c 'import openvino_genai as genai
+pipeline = genai.LLMPipeline("target-ov", "CPU", draft_model=genai.draft_model("drafter-ov", "CPU"))
+print(pipeline.generate("What is a prime number?", max_new_tokens=100, num_assistant_tokens={tokens}))'"""
+        return "OpenVINO GenAI", method, commands.lstrip()
+
+    def sglang(steps: int, top_k: int, nodes: int) -> str:
+        return f"""
+python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE{"3" if version == 3 else ""} \\
+    --speculative-draft-model-path DRAFTER --speculative-num-steps {steps} --speculative-eagle-topk {top_k} \\
+    --speculative-num-draft-tokens {nodes}"""
+
+    commands = sglang(tokens, 1, tokens + 1)
+    tree = source.folder / "tree.json"
+    shape = json_object(tree).get("dynamic") if tree.exists() else None
+    if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
+        dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
+        commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
+    if version == 1:
+        return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
+    if source.drafter.config.norm_before_residual:
+        return "vLLM", method, f"{vllm}\n# not SGLang, which leaves out norm_before_residual and so drafts otherwise"
+    return "vLLM and SGLang", method, vllm + commands
+
+
+def model_card(source: ExportSource, name: str, to: str, served_target: str | None, tokens: int) -> str:
+    """The model card, with the commands that serve the drafter."""
+    trained = source.folder / "provenance.json"
+    whose = named(source.target_name, source.fingerprint, source.target_config.model_type, served_target)
+    facts = json_object(trained) if trained.exists() else {}
+    licence = facts.get("licence")
+    server, method, commands = _commands(source, to, whose.argument, tokens)
+    template = ""
+    if (source.folder / TEMPLATE).exists():
+        template = f"""
+
+It was trained with the chat template of `{TEMPLATE}`, which is not the target's own: serve it with
+`--chat-template {TEMPLATE}`."""
+    where = "By draftsmith, before the export, with trees where a row says so"
+    if isinstance(source.drafter, Eagle):
+        what = f"an EAGLE-{source.drafter.config.version} drafter"
+        limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
+        where += (
+            ". In OpenVINO keep to chains." if to == "openvino" else "; vLLM verifies chains, SGLang chains or trees."
+        )
+    else:
+        what, limit = f"{source.drafter.config.num_draft_heads} Medusa heads", ""
+        where += "; vLLM verifies one draft of each head."
+    made, origin = "Trained and exported by draftsmith", facts.get("imported_from")
+    if origin:
+        made = f"Imported by draftsmith from `{origin}`, which was published elsewhere, and exported again"
+    trained_by = ""
+    if known := {name: facts[name] for name in TRAINING if facts.get("data") and name in facts}:
+        trained_by = f"""
+## Training
+
+{table_of(known)}
+"""
+    served = served_name(source.target_name, source.fingerprint, served_target)
+    if to in ("speculators", "medusa") and Path(served).is_absolute():
+        field = "speculators_config.verifier.name_or_path" if to == "speculators" else "base_model_name_or_path"
+        template += f"""
+
+`{field}` in `config.json` is a folder of the machine that exported this: elsewhere put there what the
+server loads {whose.argument} by."""
+    return f"""{whose.front_matter(licence, method)}
+# {name}: {what} for {whose.name}, for {server}
+
+{made}, for `{whose.name}` alone{limit}.{whose.about}
+With this folder's path or Hub id in place of DRAFTER:
+
+```bash
+{commands}
+```{template}
+
+Logits computed from these files were compared with the drafter's own; `provenance.json` has the largest difference.
+
+{whose.licensed(licence)}
+{trained_by}
+## Measured
+
+{where}
+
+{measured(source.folder)}
+
+{NO_SERVER}
+"""

@@ -1,0 +1,77 @@
+"""What a training command is launched with: processes, devices, precision."""
+
+import os
+
+import torch
+from accelerate import Accelerator, PartialState
+
+from draftsmith.common.command import available_cores, make_console
+from draftsmith.common.sections import Precision, R, TargetSection
+from draftsmith.models import precision
+from draftsmith.models.files.locate import locate
+from draftsmith.models.files.weights import stored_dtype
+from draftsmith.train import checkpoint, sharded
+
+console = make_console()
+
+
+def make_accelerator(wanted: Precision) -> Accelerator:
+    """An ``Accelerator`` that really runs as many processes as were launched."""
+    # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
+    cpu = not torch.cuda.is_available()
+    if cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
+    if cpu and sharded.strategy() in ("zero2", "zero3"):
+        sharded.leave_out_shared_memory()
+    if cpu and "LOCAL_RANK" in os.environ:
+        PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
+    # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
+    # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
+    with sharded.hidden_from_accelerate():
+        accelerator = Accelerator(mixed_precision="no", cpu=cpu and sharded.strategy() != "zero2")
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched but accelerate sees {accelerator.num_processes}; on CPU launch with "
+            "--multi_gpu --num_processes N (sic) or torchrun, not --cpu"
+        )
+    return accelerator
+
+
+def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) -> R:
+    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on this device, printed
+    in a line, with a warning where that is slow here.
+
+    Args:
+        resume: ``auto`` is what the run's newest checkpoint was trained with.
+
+    Raises:
+        FileNotFoundError, ValueError: on a GPU, the target's config cannot be read.
+    """
+    newest = checkpoint.checkpoints(recipe.run.folder / "checkpoints")[-1:] if resume else []
+    began = checkpoint.read_state(newest[0]) if newest else {}
+    device, target = accelerator.device, getattr(recipe, "target", None)  # not every recipe has one
+    cast = precision.choose_autocast(recipe.precision.autocast, device, began.get("autocast"))
+    dtype, update = precision.Choice("float32", ""), {}
+    if target is not None:
+        dtype = dtype_of(target, device, began.get("dtype"))
+        update["target"] = target.model_copy(update={"dtype": dtype.value})
+    if accelerator.is_main_process:
+        for line in precision.describe(device, dtype, cast):
+            console.print(line, style="yellow" if line.startswith("warning") else None)
+    update["precision"] = recipe.precision.model_copy(update={"autocast": cast.value})
+    return recipe.model_copy(update=update)
+
+
+def dtype_of(
+    target: TargetSection, device: torch.device, began: str | None = None, weights: int = 0
+) -> precision.Choice:
+    """:func:`draftsmith.models.precision.choose_dtype` for a recipe's target, by its config alone."""
+
+    def stored() -> str:
+        return stored_dtype(locate(target.name, target.revision, weights=False).path)
+
+    quantized = target.quantize != "none"
+    return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
