@@ -13,13 +13,13 @@ PRODUCT = ("common", "data", "inference", "models", "tools", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 37_412,
-    "lines of Python in tests": 44_457,
-    "lines of Python in benchmarks": 11_344,
-    "files that inference/engine/engine.py needs": 44,
-    "lines of these files": 11_585,
+    "lines of Python in the product": 37_022,
+    "lines of Python in tests": 43_618,
+    "lines of Python in benchmarks": 11_351,
+    "files that inference/engine/engine.py needs": 47,
+    "lines of these files": 11_556,
     "lines of the longest function outside kernels": 105,
-    "product files of more than 500 lines": 6,
+    "product files of more than 500 lines": 2,
 }
 
 
