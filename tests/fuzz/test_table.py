@@ -195,7 +195,7 @@ TABLE: list[tuple[str, Callable[[], None], Callable[[World], list[Any]], int, st
     ("a binary tag", medusa.main, written("x: !!binary aGVsbG8=\n"), 2, "tags (!!binary) are not supported"),
     ("half a pair", medusa.main, written('x: "\\ud800"\n'), 2, "half of a surrogate pair"),
     ("a merge key", medusa.main, written("a: &a {b: 1}\nx:\n  <<: *a\n"), 2, "merge keys (<<) are not supported"),
-    ("an anchor that is none", medusa.main, written("x: *nowhere\n"), 2, "there is no anchor &nowhere"),
+    ("an anchor that is none", medusa.main, written("x: *nowhere\n"), 2, "found undefined alias 'nowhere'"),
     ("a key given twice", medusa.main, written("steps: 3\n"), 2, "steps"),
     ("two documents", medusa.main, written("---\nx: 1\n"), 2, "recipe.yaml"),
     ("no UTF-8", medusa.main, lambda w: [w.file("x.yaml", b"run: \xff\xfe\x00")], 2, "not UTF-8 text"),

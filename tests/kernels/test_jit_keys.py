@@ -51,7 +51,7 @@ def first_form(rows, matrix, packed=False, partial=False):
 @contextmanager
 def counted(monkeypatch, keys, record=set.add):
     """Launches are recorded by name in ``keys``, not run."""
-    monkeypatch.setattr("draftsmith.inference.engine.step.SIZES", range(1, 65))
+    monkeypatch.setattr("draftsmith.inference.engine.static_budget.SIZES", range(1, 65))
     for module in ("linear", "lean", "target"):
         room = "kernels" if module == "linear" else "models"
         monkeypatch.setattr(f"draftsmith.{room}.{module}.choose", first_form, raising=False)

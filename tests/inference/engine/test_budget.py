@@ -179,7 +179,7 @@ def test_a_text_teaches_itself_first():
 
 def test_what_came_true_is_of_the_drafter_that_proposed_it():
     """Of two drafters with a child each; what a step showed counts less with each further one."""
-    learns = Budget(StepCosts({1: 1.0, 8: 1.5}).seconds, 1, [False, False], 2, 4)
+    learns = Budget(StepCosts({1: 1.0, 8: 1.5}).seconds, 1, [False, False], 2, 4, float)
     learns.begin(slice(0, 1))
     for _ in range(2):
         learns.start([9], [True])
