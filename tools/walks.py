@@ -1,6 +1,7 @@
 """Count the repository's lines, and follow what the engine imports: python tools/walks.py
 
-Fails where a figure is above its bar. A bar is what was measured when it was last set, lines rounded up: lower it when its figure falls.
+Fails where a figure is above its bar. A bar is what was measured when it was last set, lines rounded up: lower it
+when its figure falls.
 """
 
 import ast
