@@ -19,7 +19,7 @@ BARS = {
     "lines of Python in benchmarks": 11_400,
     "files that inference/engine/engine.py needs": 47,
     "lines of these files": 11_600,
-    "lines of the longest function outside kernels": 105,
+    "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 2,
 }
 

@@ -176,18 +176,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             if stage.seconds:
                 spent = float(reduced[-1])
                 run.used = spent * stage.seconds
-            totals: dict[str, Tensor] = {}
-            for i, batch in enumerate(batches):
-                last = i == len(batches) - 1
-                if zero_2:
-                    accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
-                synchronise = nullcontext() if last else accelerator.no_sync(module)
-                with synchronise, run.autocast():
-                    loss, metrics = stepped(batch, counts, step)
-                # DDP averages gradients over processes; the counts already are over all of them.
-                accelerator.backward(loss * processes)
-                for key, value in {"loss": loss.detach(), **metrics}.items():
-                    totals[key] = totals.get(key, 0) + value
+            totals = _backward(run, module, stepped, batches, counts, step)
             norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
                 _check_features(
@@ -225,6 +214,25 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
                 break
     accelerator.free_memory()
+
+
+def _backward(
+    run: Run[R], module: nn.Module, stepped: Any, batches: list[Batch], counts: Tensor, step: int
+) -> dict[str, Tensor]:
+    """The forward and backward passes of a step's micro-batches: the loss and the metrics, summed over them."""
+    accelerator, totals = run.accelerator, dict[str, Tensor]()
+    for i, batch in enumerate(batches):
+        last = i == len(batches) - 1
+        if sharded.strategy() == "zero2":
+            accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
+        synchronise = nullcontext() if last else accelerator.no_sync(module)
+        with synchronise, run.autocast():
+            loss, metrics = stepped(batch, counts, step)
+        # DDP averages gradients over processes; the counts already are over all of them.
+        accelerator.backward(loss * accelerator.num_processes)
+        for key, value in {"loss": loss.detach(), **metrics}.items():
+            totals[key] = totals.get(key, 0) + value
+    return totals
 
 
 @torch.no_grad()
