@@ -9,21 +9,24 @@ An error of one row is an :class:`draftsmith.data.rows.UnusableRow`, an error of
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from draftsmith.common.command import first_line
+from draftsmith.data.chat_template import (
+    ADVICE,
+    PLAIN,
+    apply_template,
+    date_note,
+    prints_date,
+    render,
+    rendered_fields,
+    template_of,
+)
 from draftsmith.data.formats import FLAGS, REASONING, Completion, Message
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
@@ -33,86 +36,9 @@ if TYPE_CHECKING:  # takes seconds to import, and a template is checked without 
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int, int]  # a message's number, and the begin and end of a part of it in a rendered text
-_LARGEST_TEMPLATE = 1_000_000  # characters; the largest ones in use have some ten thousand
-_PLAIN: list[Message] = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello!"}]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_LABEL = "answers have no label, since "
 _OWN = "answers are samples of their own, since the chat template renders them differently once others follow"
-_ADVICE = "give the recipe a data.template with {% generation %}…{% endgeneration %} around the assistant's text"
-
-
-class _Generation(jinja2.ext.Extension):
-    """The syntax of ``{% generation %}``, without its effect."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@cache
-def check_template(template: str, where: str = "data.template") -> None:
-    """Check a chat template's syntax, before anything slow.
-    Raises ValueError: it is no Jinja template; the message names the line."""
-    if len(template) > _LARGEST_TEMPLATE:
-        raise ValueError(f"{where}: {len(template):,} characters; a chat template has a few thousand")
-    try:
-        # The finalizer and ``optimized=False`` keep the compiler from computing constants: 9**(9**9) would never end.
-        ImmutableSandboxedEnvironment(
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-            optimized=False,
-            finalize=jinja2.pass_context(lambda context, value: value),
-        ).from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"{where}: no Jinja template (line {error.lineno}: {error.message})") from None
-    except (RecursionError, MemoryError, SyntaxError) as error:  # SyntaxError: Python's, from the generated code
-        raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {first_line(error, 100)})") from None
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    """The template that renders chats: the recipe's, else the tokenizer's own.
-    Raises ValueError: there is none, or it is no Jinja template."""
-    own_template = tokenizer.chat_template
-    own_template = own_template.get("default") if isinstance(own_template, dict) else own_template  # some have several
-    if template is None and not isinstance(own_template, str):
-        raise ValueError(f"the tokenizer has no chat template; {_ADVICE}")
-    if template is None:
-        check_template(cast(str, own_template), "the tokenizer's own chat template")
-    return template or cast(str, own_template)
-
-
-def with_arguments(template: str, arguments: Mapping[str, bool | int | float | str]) -> str:
-    """A template in which arguments have these values, as ``apply_chat_template(…, enable_thinking=False)`` would give
-    them: one text, the same wherever chats are rendered.
-
-    ``arguments``: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through."""
-    values = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items())
-    return f"{values}{{{{ '' }}}}{template}"  # a line break behind a block would be dropped, behind an expression not
-
-
-def apply_template(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, **options: Any
-) -> Any:
-    """Apply a chat template to a chat, by ``tokenizer.apply_chat_template``.
-    Raises UnusableRow: the template refuses the chat or fails on it; a template is a program, and may raise
-    anything."""
-    with _refusals():
-        return tokenizer.apply_chat_template(cast(Any, messages), chat_template=template, **options)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except MemoryError:
-        raise
-    except jinja2.TemplateError as error:
-        raise UnusableRow(f"the chat template refuses this chat: {first_line(error, 100)}") from None
-    except Exception as error:
-        raise UnusableRow(
-            f"the chat template fails on this chat: {type(error).__name__} ({first_line(error, 100)})"
-        ) from None
 
 
 def encode_user_turn(
@@ -244,7 +170,7 @@ def encode(
             encoded = chat.encode(finish_reasons, check)
         except UnusableRow as unusable:
             try:
-                Chat(_PLAIN, tokenizer, chat.template).encode()
+                Chat(PLAIN, tokenizer, chat.template).encode()
             except UnusableRow:
                 raise ValueError(str(unusable)) from None
             raise
@@ -293,87 +219,6 @@ def _encode_completion(content: Completion, tokenizer: PreTrainedTokenizerBase, 
     return Sample(prompt + completion, [False] * len(prompt) + [True] * len(completion))
 
 
-@lru_cache(64)
-def rendered_fields(template: str, special: frozenset[tuple[str, str]]) -> frozenset[str]:
-    """The fields that a chat template renders, of ``tools``, ``tool_calls`` and those of the reasoning: found by
-    rendering chats that have a mark in them. Of other fields, all names that stand in the template.
-    ``special``: the tokenizer's special tokens by their names."""
-
-    def shows(*, tools: Any = None, **fields: Any) -> bool:
-        answer = {"role": "assistant", "content": "", **fields}
-        try:
-            return MARK in _render([_PLAIN[0], answer], template, dict(special), tools=tools)[0]
-        except UnusableRow:
-            return False
-
-    function = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "call00000", "type": "function", "function": {"name": MARK, "arguments": {}}}
-    found = set(re.findall(r"\w+", template)) - {"tools", "tool_calls", *REASONING}
-    if shows(tools=[{"type": "function", "function": function}], content="x"):
-        found.add("tools")
-    if shows(tool_calls=[call]):
-        found.add("tool_calls")
-    if shows(content="x", **dict.fromkeys(REASONING, MARK)):
-        found.update(REASONING)
-    return frozenset(found)
-
-
-@lru_cache(64)
-def prints_date(template: str, special: frozenset[tuple[str, str]]) -> bool:
-    """Whether a chat template prints the day's date: found by rendering a chat at two dates."""
-    if "strftime_now" not in template:
-        return False
-    dates = (f"{{% macro strftime_now(form) %}}{date}{{% endmacro %}}" for date in ("01 Jan 2001", "02 Feb 2002"))
-    try:
-        first, second = (_render(_PLAIN, date + template, dict(special))[0] for date in dates)
-    except UnusableRow:
-        return False
-    return first != second
-
-
-def rendered_today(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
-    """A chat as a template that prints the day's date renders it; None for another template."""
-    own = tokenizer.chat_template
-    used = template or (own.get("default") if isinstance(own, dict) else own)
-    special = tokenizer.special_tokens_map
-    if not isinstance(used, str) or not prints_date(used, frozenset(special.items())):
-        return None
-    return _render(_PLAIN, used, special)[0]
-
-
-def _date_note(template: str) -> str:
-    names = re.findall(r"\b[a-z_]*date[a-z_]*\b", template)
-    how = f"data.template_arguments={{{names[0]}: …}}" if names else "a data.template without it"
-    return f"answers stand under the date of today, which the chat template prints; pin it by {how}"
-
-
-def _render(
-    messages: Sequence[Message],
-    template: str,
-    special: Mapping[str, Any],
-    *,
-    tools: Any = None,
-    prompt: bool = False,
-    marks: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """A chat rendered as ``tokenizer.apply_chat_template`` does, and the places of the template's generation blocks."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    with _refusals():
-        texts, places = cast(
-            Any,
-            render_jinja_template(
-                [list(messages)],
-                tools=tools or None,
-                chat_template=template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **special,
-            ),
-        )
-    return texts[0], places[0] if marks else []
-
-
 class Chat:
     """A conversation as a template renders it.
 
@@ -402,7 +247,7 @@ class Chat:
 
     def render(self, end: int, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The first messages, and the places of the generation blocks."""
-        return _render(self.messages[:end], self.template, self.special, tools=self.tools, prompt=prompt, marks=marks)
+        return render(self.messages[:end], self.template, self.special, tools=self.tools, prompt=prompt, marks=marks)
 
     def rendered(self) -> frozenset[str]:
         """The fields that the template renders."""
@@ -420,7 +265,7 @@ class Chat:
             raise UnusableRow(notes[0].replace(_NO_LABEL, "no answer has a label, since "))
         samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
         if prints_date(self.template, self.key):
-            notes += [_date_note(self.template)] * len(answers)
+            notes += [date_note(self.template)] * len(answers)
         return Encoded(samples, len(answers), tuple(notes), self.rendered(), unseen)
 
     def spans(self) -> tuple[list[tuple[str, list[Span]]], list[str]]:
@@ -459,7 +304,7 @@ class Chat:
             elif i == answers[-1] and not self.marks:
                 raise UnusableRow(
                     "the chat template renders the prompt of the last turn differently from the turn itself, so that "
-                    f"the assistant's part cannot be found; {_ADVICE}"
+                    f"the assistant's part cannot be found; {ADVICE}"
                 )
             else:
                 what = (
@@ -523,6 +368,6 @@ class Chat:
                 line = f" (its line {self.template.count(chr(10), 0, mark.start()) + 1})" if mark else ""
                 raise ValueError(
                     f"the chat template renders a message of the role '{message['role']}' as the assistant's words"
-                    f"{line}, which would be trained on; {_ADVICE}"
+                    f"{line}, which would be trained on; {ADVICE}"
                 )
         return _unseen(marked, full)

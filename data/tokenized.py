@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.sections import Data, Source
-from draftsmith.data.chat import check_template, encode, rendered_today, template_of, with_arguments
+from draftsmith.data.chat import encode
+from draftsmith.data.chat_template import check_template, rendered_today, template_of, with_arguments
 from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
@@ -26,7 +27,7 @@ from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "6"  # of the encoding; to be raised with every change of the results of data/chat.py or data/rows.py
+_VERSION = "6"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows}.py give
 LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 
 

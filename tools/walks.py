@@ -20,7 +20,7 @@ BARS = {
     "files that inference/engine/engine.py needs": 47,
     "lines of these files": 11_600,
     "lines of the longest function outside kernels": 100,
-    "product files of more than 500 lines": 2,
+    "product files of more than 500 lines": 1,
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.common.sections import Data
-from draftsmith.data.chat import apply_template, check_template, with_arguments
 from draftsmith.data.chat import encode as encode_row
+from draftsmith.data.chat_template import apply_template, check_template, with_arguments
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.tokenized import template_for
