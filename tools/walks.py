@@ -1,13 +1,16 @@
-"""Count the repository's lines, and follow what the engine imports: python tools/walks.py
+"""Count the repository's lines, and follow what the engine imports.
+
+    python tools/walks.py
 
 Fails where a figure is above its bar. A bar is what was measured when it was last set, lines rounded up: lower it
 when its figure falls.
 """
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from draftsmith.common.command import CommandLine, run_command
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
@@ -59,6 +62,7 @@ def closure(start: Path) -> set[Path]:
 
 
 def main() -> None:
+    CommandLine(__doc__).parse_args()
     needed = closure(ROOT / "inference/engine/engine.py")
     nodes = [node for path in sources(*PRODUCT[:-1]) for node in ast.walk(ast.parse(path.read_text()))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -71,10 +75,10 @@ def main() -> None:
         print(f"{figure:7,d} (bar {BARS[name]:6,d})  {name}")
     print("longer files:", ", ".join(sorted(long)) or "none")
     if over := [name for name, figure in figures.items() if figure > BARS[name]]:
-        sys.exit(
-            f"error: above the bar: {'; '.join(over)}; make it less, or raise the bar in tools/walks.py and say why"
+        raise ValueError(
+            f"above the bar: {'; '.join(over)}; make it less, or raise the bar in tools/walks.py and say why"
         )
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
