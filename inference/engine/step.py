@@ -94,7 +94,7 @@ class Step:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode {mode!r}: must be one of {', '.join(MODES)}")
-        device = target.device
+        device = self.device = target.device  # transformers finds it by a walk over the modules: once
         self.target, self.drafter, self.mode = target, drafter, mode
         self.rows, self.capacity, self.static = rows, capacity, static
         self.cache = KVCache(target, rows, capacity)
@@ -189,7 +189,7 @@ class Step:
     ) -> list[int]:
         """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
         of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
-        device, cache = self.target.device, self.cache
+        device, cache = self.device, self.cache
         adjacent = numbers[-1] - numbers[0] < len(numbers)
         rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
         self.verifier.begin(rows, prompts, samplings)
@@ -373,7 +373,7 @@ class Step:
     def launch(self, observe: Observe | None = None) -> ReadCommitted:
         """Run a step without waiting for it. Returns a function that waits for it and returns the rows of
         ``committed``; to be called before the next but one launch."""
-        cuda, most = self.target.device.type == "cuda", self.most_nodes
+        cuda, most = self.device.type == "cuda", self.most_nodes
         if self.budget and self.budget.costs_stale:
             self._measure_again(self.budget)
         self.state.needs_acceptance = self.prunes_nodes or (self.drafter.has_acceptance and most is not None)
@@ -400,7 +400,7 @@ class Step:
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
         host.copy_(self.committed, non_blocking=True)
-        done.record(torch.cuda.current_stream(self.target.device))
+        done.record(torch.cuda.current_stream(self.device))
 
         def read() -> list[list[int]]:
             done.synchronize()
@@ -424,13 +424,16 @@ class Step:
     def advance(self, clock: Clock | None = None) -> Callable[[], float] | None:
         """Run a step, or replay its graph, which is captured first where there is none. With a clock, returns a
         function for the seconds that it took; None for a step on a GPU that no graph could hold."""
-        device, key = self.target.device, (self.verifier.graph_key, self.choice)
-        if self.eager or (key not in self._graphs and not self._capture()):
-            if clock is not None and device.type != "cuda":
-                return clock.timed(self.run, device)
-            return self.run()
-        graph, self.nodes = self._graphs[key]
-        return graph.replay() if clock is None else clock.timed(graph.replay, device)
+        key, step = (self.verifier.graph_key, self.choice), self.run
+        if not (self.eager or (key not in self._graphs and not self._capture())):
+            graph, self.nodes = self._graphs[key]
+            step = graph.replay
+        elif self.device.type == "cuda":
+            clock = None
+        if clock is not None:
+            return clock.timed(step, self.device)
+        step()
+        return None
 
     def warm_up(self) -> None:
         """Run three steps on the present state, so that later ones neither compile nor measure anything. Before the
