@@ -4,7 +4,7 @@
     python tools/mutations.py --only budget      # those whose file, tests or lines hold this text
 
 A mutation that survives needs a better test. The code is that of the last commit, in a git worktree of its own, which
-is removed at the end; the results are kept, so that an interrupted run goes on.
+is removed at the end; the results for a commit are kept, so that an interrupted run goes on.
 """
 
 import os
@@ -76,7 +76,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutations.json", help="kept in (%(default)s)")
     args = parser.parse_args()
     mutations = [each for each in read() if args.only in f"{each.file(ROOT)} {each}"]
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
     results = json_object(args.results) if args.results.exists() else {}
+    if results.get("commit") != commit.stdout.strip():  # a verdict is on the code that was broken
+        results = {"commit": commit.stdout.strip()}
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "draftsmith"  # the name of the package

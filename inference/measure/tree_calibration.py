@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import Timeout
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -40,7 +39,8 @@ from draftsmith.inference.measure.tree_search import (
 from draftsmith.inference.measure.tree_statistics import head_facts, simulate_ensemble
 from draftsmith.inference.verify.tree import chain
 from draftsmith.models.artifact import device_name
-from draftsmith.models.target import Target, check_safetensors
+from draftsmith.models.files.weights import read_tensors
+from draftsmith.models.target import Target
 
 if TYPE_CHECKING:
     from draftsmith.inference.measure.calibrations import Calibration
@@ -174,9 +174,9 @@ def read_held_out(folder: Path) -> dict[str, Tensor]:
     stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
     if not stored.exists():
         raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
-    if not {"tokens", "supervised"} <= check_safetensors(stored.parent).keys():
+    data = read_tensors(stored.parent, [stored])
+    if not {"tokens", "supervised"} <= data.keys():
         raise ValueError(f"{stored}: not the held-out rows of a run; {instead}")
-    data = load_file(stored)
     if not data["supervised"].any():
         raise ValueError(f"{folder}: no held-out row has an answer; {instead}")
     return data

@@ -1,7 +1,7 @@
 """Models in safetensors made of other forms, once: copies in the cache. Imports no torch.
 
 Pickled weights are never loaded as a model. Their copy, like that of a GGUF file (from_gguf.py) and of a published
-drafter (models/from_published.py), is what is loaded and fingerprinted instead.
+drafter (models/serving/from_published.py), is what is loaded and fingerprinted instead.
 """
 
 import filecmp
