@@ -34,8 +34,6 @@ TemplateArguments = Annotated[
         "template with them, so that data, training and decoding render chats alike"
     ),
 ]
-ShortlistKind = Literal["fr_spec", "vocab_trim", "dynaspec"]
-ShortlistSchedule = Literal["fixed", "position_aware"]
 SAMPLES = 100_000_000  # sequences of a stage, at most: their order is kept in memory
 TINY_STEPS, TINY_LENGTH = 2, 96  # of --tiny: steps of a stage, tokens of a row
 TINY_EVALUATE = {"every": TINY_STEPS, "sequences": 4}  # its evaluations, where they decode nothing

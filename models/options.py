@@ -1,12 +1,15 @@
-"""Command-line options of a target; checks of device and dtype. torch is imported only where it is needed."""
+"""Command-line options of a target, and choices that recipes share; checks of device and dtype. torch is imported only
+where it is needed."""
 
 import argparse
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.models.precision import DTYPES, say
 
 QUANTIZE = ("none", "8bit", "4bit")
 DEVICE_MAPS = ("none", "auto", "cpu", "disk")
+ShortlistKind = Literal["fr_spec", "vocab_trim", "dynaspec"]
+ShortlistSchedule = Literal["fixed", "position_aware"]
 DECODERS = {"auto": None, "lean": True, "transformers": False}  # --decoder → ``SpeculativeDecoder``'s ``lean``
 
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.sections import ShortlistKind, ShortlistSchedule
 from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
+from draftsmith.models.options import ShortlistKind, ShortlistSchedule
 from draftsmith.models.vocabulary import check_whole
 
 DEPTHS = 6  # K: deeper nodes have the last one's shortlist

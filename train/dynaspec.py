@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.common.sections import ShortlistSchedule
 from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dynaspec import PART
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.measure.tree_statistics import selection_tree, simulate
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.options import ShortlistSchedule
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
 from draftsmith.train import sharded

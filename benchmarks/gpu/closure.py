@@ -121,7 +121,7 @@ def behind(part: Part) -> Closure:
         words = words_of(command)[1]
         ignored = {after for word, after in itertools.pairwise(words) if word == "--ignore"}
         for word in words:
-            path = ROOT / word
+            path = ROOT / word.partition("::")[0]
             if word.startswith("tests/") and word not in ignored:
                 found = path.rglob("test_*.py") if path.is_dir() else [path]
                 scripts += [file for file in found if str(file.relative_to(ROOT)) not in ignored]

@@ -224,8 +224,8 @@ PARTS = (
     Part(
         "drafters", "drafters with caches, draws and merges pass on the kernels, on streams and in CUDA graphs", 220,
         (tests("{parallel} --device cuda tests/inference/engine/test_protocol.py "
-               "tests/inference/drafters/test_draft_model.py tests/inference/drafters/test_merged.py "
-               "tests/inference/drafters/test_merged_lossless.py tests/inference/drafters/test_ngram.py "
+               "tests/inference/drafters/test_draft_model.py tests/inference/trees/test_merged.py "
+               "tests/inference/trees/test_merged_lossless.py tests/inference/drafters/test_ngram.py "
                "tests/inference/drafters/test_lossless.py::test_texts_have_the_targets_distribution"),),
         (tests("--device cpu tests/inference/drafters/test_ngram.py -k 'static and not reference'"),),
         judges.tests_of("drafters"), ("triton", *FIXTURES), timed=False,

@@ -6,17 +6,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import (
-    TINY_EVALUATE,
-    DrafterRecipe,
-    Name,
-    Positive,
-    Share,
-    ShortlistKind,
-    ShortlistSchedule,
-    Source,
-    refuse_set,
-)
+from draftsmith.common.sections import TINY_EVALUATE, DrafterRecipe, Name, Positive, Share, Source, refuse_set
+from draftsmith.models.options import ShortlistKind, ShortlistSchedule
 
 
 class Shortlists(Section):
