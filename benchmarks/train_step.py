@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --shape llama2-7b --dtype bfloat16 --tokens 2048 --out runs/bench/train_step.json
     python benchmarks/train_step.py --shape tiny-lm --sequences 2 --tokens 256 --stages medusa-1
-    python benchmarks/train_step.py --shape llama3-8b --dtype bfloat16 --stages eagle-3 --sequences 1 --tokens 8192 --samples 3
+    python benchmarks/train_step.py --shape llama3-8b --dtype bfloat16 --stages eagle-3 --tokens 2048 --samples 3
 
 Random weights and random tokens, all of them labels: nothing is downloaded. A step is forward, backward, clipping and
 AdamW. The share of the matrix rate counts the products that the method needs (passes through the target's matrices,
@@ -21,9 +21,7 @@ from draftsmith.models.options import choose_device
 STAGES = ("medusa-1", "medusa-2", "eagle-3")
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--shape", default="llama2-7b", help="llama2-7b, llama3-8b, tiny-lm")
-PARSER.add_argument(
-    "--stages", nargs="+", choices=STAGES, default=list(STAGES[:2]), help="what is timed (%(default)s)"
-)
+PARSER.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES[:2]), help="what is timed (%(default)s)")
 PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once")
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")

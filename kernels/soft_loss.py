@@ -13,17 +13,16 @@ does not depend on how a batch is split.
 
 Shape letters: P positions, S tokens, N rows of the teacher.
 """
-# ruff: noqa: ANN001, ANN201, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
+# ruff: noqa: ANN001, ANN202  (a kernel's arguments are Triton's: pointers, scalars and constants)
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftsmith.kernels.backend import constant, jit, next_power, tl, why_not_triton
+from draftsmith.kernels.backend import jit, next_power, tl, why_not_triton
 
 ETA = 3.0  # η of arXiv 2602.23881
-_ETA = constant(ETA)
 
 
 class Teacher(NamedTuple):
@@ -85,7 +84,19 @@ def _values(logits, bias, place, width):
 
 @jit
 def _soft_loss_kernel(
-    logits, bias, probs, best, coverage, entropy, rows, scale, found, width, strides, BLOCK: tl.constexpr
+    logits,
+    bias,
+    probs,
+    best,
+    coverage,
+    entropy,
+    rows,
+    scale,
+    found,
+    width,
+    strides,
+    RATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program per position: its logits are read two or three times, but once from beyond the L2 cache."""
     position = tl.program_id(0).to(tl.int64)
@@ -114,14 +125,14 @@ def _soft_loss_kernel(
         z = _values(logits, bias, place, width)
         p = tl.load(probs + place, mask=place < width, other=0.0)
         q = tl.exp(z - top) / total
-        loss -= tl.sum(tl.where(place < width, p * (z - top), 0.0), 0)
+        loss -= tl.sum(p * tl.maximum(z - top, -3e38), 0)  # −∞ behind the last one, where p is 0
         accepted += tl.sum(tl.minimum(covered * p, q), 0)
         if entropy is None:
             tl.store(logits + place, (factor * (q - p)).to(logits.dtype.element_ty), mask=place < width)
         else:
             share += tl.sum(tl.where(q < covered * p, q, 0.0), 0)
     if entropy is not None:
-        weight = tl.exp(-_ETA * accepted)
+        weight = tl.exp(accepted * -RATE)
         loss = weight * (loss - tl.load(entropy + row)) + (1 - weight) * (1 - accepted)
         for begin in range(0, width, BLOCK):
             place = begin + tl.arange(0, BLOCK)
@@ -157,6 +168,5 @@ def soft_loss(
     width, block = logits.shape[1], min(next_power(logits.shape[1]), 4096)
     strides = (logits.stride(0), teacher.probs.stride(0), found.stride(0))
     with torch.cuda.device_of(logits):
-        _soft_loss_kernel[(len(logits),)](
-            logits, bias, *teacher, rows, scale, found, width, strides, BLOCK=block, num_warps=8 if block > 512 else 1
-        )
+        tile = {"BLOCK": block, "num_warps": 8 if block > 512 else 1, "RATE": ETA}
+        _soft_loss_kernel[(len(logits),)](logits, bias, *teacher, rows, scale, found, width, strides, **tile)

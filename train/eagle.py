@@ -9,9 +9,9 @@
     EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
 
 p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
-not train (formulas: kernels/soft_loss.py). The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: B batch, T tokens, P positions that draft, N positions of the teacher, F features
-per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
+not train. Formulas: kernels/soft_loss.py. The checkpoint with the highest simulated τ on held-out rows is exported.
+Then: inference/calibrate.py, inference/decode.py. Shape letters: B batch, T tokens, P positions that draft, N positions
+of the teacher, F features per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
 """
 
 import copy

@@ -63,13 +63,13 @@ def test_a_family_that_cannot_be_packed_says_so(make_target):
 
 def test_flash_attention_mixes_the_samples_of_several_rows(make_target, monkeypatch):
     """transformers reads positions as samples where a batch has one row; with two, flash attention would run causally
-    across them. A mask that is not built, as here, is what its kernels get."""
+    across them. As its kernels, the attention here gets no mask, and finds samples as transformers does for them."""
     from torch.nn.functional import scaled_dot_product_attention as attend
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
     from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
-    def like_flash(module, q, k, v, mask, *, scaling=None, position_ids=None, **rest):
+    def samples_of_one_row(module, q, k, v, mask, *, scaling=None, position_ids=None, **rest):
         assert mask is None
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
         if _is_packed_sequence(position_ids, len(q)):
@@ -77,10 +77,10 @@ def test_flash_attention_mixes_the_samples_of_several_rows(make_target, monkeypa
             seen = seen & (sample[:, :, None] == sample[:, None])[:, None]
         return attend(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
-    AttentionInterface.register("like_flash", like_flash)
-    AttentionMaskInterface.register("like_flash", flash_attention_mask)
+    AttentionInterface.register("samples_of_one_row", samples_of_one_row)
+    AttentionMaskInterface.register("samples_of_one_row", flash_attention_mask)
     target = make_target("llama")
-    with target.attention("like_flash"):
+    with target.attention("samples_of_one_row"):
         tokens, positions = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 0, 1]])
         torch.testing.assert_close(target.hidden(tokens, positions)[:, 2:], target.hidden(tokens[:, 2:]))
         with pytest.raises(ValueError, match="packed samples attend to each other"):

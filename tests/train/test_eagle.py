@@ -97,7 +97,7 @@ def defined(module, rows):
             numbers[i] += 1
             out = steps[i][0, t]
             if module.eagle.config.version == 1:
-                regression += float(F.smooth_l1_loss(out, features[0, t + 1, :32]))
+                regression += float(F.smooth_l1_loss(out.detach(), features[0, t + 1, :32]))
             own = head(out)
             own = (own if made.lm_head is not None else target.after_head(own)).double()
             if (found := loss_of(logits[t + i + 1], own, ids, module.loss)) is not None:

@@ -39,7 +39,7 @@ def test_values_and_gradients(device, kind, width, with_bias, dtype):
     teacher = make_teacher(kind, count, width, generator)
     rows = torch.tensor([2, 0, 0, 1, 2])
     logits = (2 * torch.randn(positions, width, generator=generator)).to(dtype)
-    logits[1] = (teacher.probs[0].log().clamp(min=-20)).to(dtype)  # at least one is right
+    logits[1] = (1.3 * teacher.probs[0].log().clamp(min=-15)).to(dtype)  # right; equal, rounding would decide if q < p
     bias = torch.randn(width, generator=generator).to(dtype) if with_bias else None
     scale = 0.1 + torch.rand(positions, generator=generator)
     exact = logits.double().requires_grad_()
@@ -63,7 +63,7 @@ def test_values_and_gradients(device, kind, width, with_bias, dtype):
         assert ((found[2].cpu() - acceptance.detach()).abs() <= error).all()
         bound = sum_bound(slopes, error / 2.0**-24 * slopes.abs() + error / 2.0**-24 * 1e-3, 1, dtype)
         assert ((slope.cpu() - slopes).abs() <= bound).all()
-        assert width == 1 or float((bound / slopes.abs().amax(-1, keepdim=True)).max()) < 0.05, "zeros would not pass"
+        assert width == 1 or float(bound.max()) < 0.05 * float(slopes.abs().max()), "zeros would not pass"
 
 
 def test_extremes(device):
