@@ -60,7 +60,7 @@ class Operations(TorchDispatchMode):
 def counted(unroll: int, tokens: int, size: int, kernel: bool) -> tuple[int, int, int]:
     """Launches and bytes of a training step, and the bytes that are kept for its backward pass."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
     target = Target(LlamaForCausalLM(LlamaConfig(vocab_size=4000, num_key_value_heads=2, **shape)), None, "toy", "")
     source = [{"source": "stdlib"}]
     stage: dict[str, Any] = {"optim": {"lr": 1e-4}, "batch": {"sequences": 1}, "steps": 1}
