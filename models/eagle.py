@@ -236,6 +236,7 @@ class Eagle(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
+        self.blocks = True  # FlexAttention in training, where it runs
         self.recompute = False  # the activations of unrolled steps in the backward pass, instead of keeping them
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
         read = config.feature_size
@@ -396,7 +397,7 @@ class Eagle(nn.Module):
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
             q = q.transpose(1, 2)[at].transpose(1, 2)
             residual, positions, hidden = residual[at], positions[at], hidden[at]
-        mask = (block_mask if takes_blocks(q) else dense_mask)(chosen, segment, length)
+        mask = (block_mask if self.blocks and takes_blocks(q) else dense_mask)(chosen, segment, length)
 
         def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
             own, kept = q, residual

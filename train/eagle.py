@@ -60,7 +60,7 @@ class EagleTraining(nn.Module):
         self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
         self.steps, self.noise, self.loss = recipe.drafter.unroll, recipe.drafter.noise, recipe.drafter.loss
         self.captures = eagle.config.captured_layers
-        eagle.recompute = recipe.precision.gradient_checkpointing
+        eagle.recompute, eagle.blocks = recipe.precision.gradient_checkpointing, recipe.target.attention != "sdpa"
         embeddings = ("eagle.embed_tokens",) if eagle.config.own_embeddings else ()
         self.output_layers = ("eagle.lm_head", *embeddings)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer

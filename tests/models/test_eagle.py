@@ -269,10 +269,15 @@ def test_unrolled_steps_by_blocks(on_a_cpu, make_target, kind, recompute, monkey
     segment, places = torch.tensor([[1] * 5 + [2] * 7] * 2), torch.tensor([[0, 1, 6, 7, 8], [2, 3, 7, 5, 6]])
     positions, found = torch.tensor([[*range(5), *range(7)]] * 2), {}
     trained = [p for n, p in eagle.named_parameters() if n != "lm_head.weight"]
+    monkeypatch.setattr("draftsmith.models.eagle.takes_blocks", lambda q: True)
+    attended = []
+    monkeypatch.setattr("draftsmith.models.unrolled._on", lambda kind, function: attended.append(0) or function)
     for blocks in (False, True):
-        monkeypatch.setattr("draftsmith.models.eagle.takes_blocks", lambda q, blocks=blocks: blocks)
+        assert not attended
+        eagle.blocks = blocks
         outs = torch.stack([*eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places)])
         found[blocks] = outs.detach(), *torch.autograd.grad(outs.square().sum(), trained)
+    assert attended, "by blocks"
     for one, other in zip(found[True], found[False], strict=True):
         assert (one - other).norm() < 1e-9 * other.norm()
 
