@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from draftsmith.models.precision import say
+from draftsmith.models.pretrained import reason_of
+
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 NARROWEST = 16  # width of a head that FlexAttention's kernels take
@@ -26,7 +29,21 @@ NARROWEST = 16  # width of a head that FlexAttention's kernels take
 
 def takes_blocks(q: Tensor) -> bool:
     """Whether FlexAttention runs for these queries ``[B, H, P, D]``: on a GPU, in training."""
-    return q.is_cuda and torch.is_grad_enabled() and q.shape[-1] >= NARROWEST
+    return q.is_cuda and torch.is_grad_enabled() and q.shape[-1] >= NARROWEST and _runs(q.device)
+
+
+@cache
+def _runs(device: torch.device) -> bool:
+    """Whether FlexAttention compiles for a device, forward and backward. It is tried once; a line says if not."""
+    length = 256  # several blocks
+    q, *keys = (torch.zeros(1, 1, length, 64, device=device, requires_grad=True) for _ in range(5))
+    try:
+        mask = block_mask(torch.arange(length, device=device)[None], None, length)
+        unrolled_attention(q, (keys[0], keys[1]), [(keys[2], keys[3])], mask).sum().backward()
+    except Exception as error:  # of the compiler, which has many kinds
+        say(f"flex_attention does not run here ({reason_of(error)}): unrolled steps take whole masks, and longer")
+        return False
+    return True
 
 
 def dense_mask(chosen: Tensor, segment: Tensor | None, length: int) -> Tensor:

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention, joined_features
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
+from draftsmith.models import unrolled
 from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places
 from draftsmith.models.unrolled import block_mask, dense_mask, unrolled_attention
 
@@ -373,3 +374,16 @@ def test_the_config_is_the_targets():
         EagleConfig.for_target(config, 128256, 131072, 3, "own", None, [32])
     with pytest.raises(ValueError, match="EAGLE-1 has the target's LM head"):
         dataclasses.replace(found, version=1, captured_layers=())
+
+
+def test_unrolled_steps_without_blocks_where_they_do_not_run(on_a_cpu, monkeypatch, capsys):
+    """A compiler that fails is one line, once, and the dense form."""
+    assert unrolled._runs.__wrapped__(torch.device("cpu")) and not capsys.readouterr().err
+
+    def fails(kind, function):
+        raise RuntimeError("no kernel\nfor this GPU")
+
+    monkeypatch.setattr(unrolled, "_on", fails)
+    assert not unrolled._runs.__wrapped__(torch.device("cpu"))
+    line = "flex_attention does not run here (RuntimeError: no kernel): unrolled steps take whole masks, and longer\n"
+    assert capsys.readouterr().err == line
