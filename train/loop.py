@@ -14,7 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -64,6 +66,25 @@ def micro_batch(stage: Stage, processes: int) -> int:
             f"({processes} × {accumulate}); lower accumulate, or raise sequences"
         )
     return sequences // processes // accumulate
+
+
+class _InPrecision(nn.Module):
+    """A module whose forward pass runs in bfloat16 autocast, if ``enabled``. It is entered inside of what a strategy
+    wraps around the module: DeepSpeed's engine switches off an autocast that is entered around it."""
+
+    def __init__(self, module: nn.Module, device_type: str, enabled: bool) -> None:
+        super().__init__()
+        self.module, self.cast = module, (device_type, torch.bfloat16, enabled)
+
+    def forward(self, *inputs: Any) -> Any:
+        with torch.autocast(*self.cast):
+            return self.module(*inputs)
+
+
+def seed_of_step(seed: int, step: int, process: int) -> int:
+    """The seed of the random numbers, those of dropout, that a process draws in a step: a function of these alone, so
+    that processes drop different elements and a resumed run the same as the uninterrupted one."""
+    return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0])
 
 
 class Samples(Protocol):
@@ -117,7 +138,17 @@ def fit(
                 f"{stage.name}: its weights are those of step {run.best_step}, the best by {best_on.lstrip('-')}; "
                 f"the steps up to {run.step} made it worse"
             )
+        _take_best(run, module, stage)
+
+
+def _take_best(run: Run[R], module: nn.Module, stage: Stage) -> None:
+    """Give the module the weights of the stage's best evaluation, on every process those that the main one reads:
+    another machine may not see yet what was just written."""
+    if run.main:
         module.load_state_dict(checkpoint.read_tensors(run.checkpoints / "best" / stage.name), strict=False)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            broadcast(parameter.data)
 
 
 def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
@@ -143,6 +174,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, processes)
     original: Any = module
+    module = _InPrecision(module, accelerator.device.type, recipe.precision.autocast == "bfloat16")
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
     zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
     if start:
@@ -160,6 +192,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             rate = learning_rate(stage, step, spent)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
+            torch.manual_seed(seed_of_step(recipe.run.seed, run.step, accelerator.process_index))
             numbers = range(step * per_step, (step + 1) * per_step)
             mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
             batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
@@ -226,7 +259,7 @@ def _backward(
         if sharded.strategy() == "zero2":
             accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
         synchronise = nullcontext() if last else accelerator.no_sync(module)
-        with synchronise, run.autocast():
+        with synchronise:
             loss, metrics = stepped(batch, counts, step)
         # DDP averages gradients over processes; the counts already are over all of them.
         accelerator.backward(loss * accelerator.num_processes)
