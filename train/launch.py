@@ -1,12 +1,14 @@
 """What a training command is launched with: processes, devices, precision."""
 
 import os
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.common.command import available_cores, make_console
-from draftsmith.common.sections import Precision, R, TargetSection
+from draftsmith.common.sections import Launch, Precision, R, TargetSection
 from draftsmith.models import precision
 from draftsmith.models.files.locate import locate
 from draftsmith.models.files.weights import stored_dtype
@@ -15,22 +17,27 @@ from draftsmith.train import checkpoint, sharded
 console = make_console()
 
 
-def make_accelerator(wanted: Precision) -> Accelerator:
+def make_accelerator(wanted: Precision, launch: Launch = Launch()) -> Accelerator:
     """An ``Accelerator`` that really runs as many processes as were launched."""
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
+    timeout = timedelta(seconds=launch.timeout)
     cpu = not torch.cuda.is_available()
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
     if cpu and sharded.strategy() in ("zero2", "zero3"):
         sharded.leave_out_shared_memory()
     if cpu and "LOCAL_RANK" in os.environ:
-        PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
+        PartialState(cpu=True, timeout=timeout)  # without this, accelerate on CPU silently runs independent copies
     # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
     # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
     with sharded.hidden_from_accelerate():
-        accelerator = Accelerator(mixed_precision="no", cpu=cpu and sharded.strategy() != "zero2")
+        accelerator = Accelerator(
+            mixed_precision="no",
+            cpu=cpu and sharded.strategy() != "zero2",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ValueError(

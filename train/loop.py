@@ -58,14 +58,24 @@ def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
 
 
 def micro_batch(stage: Stage, processes: int) -> int:
-    """How many sequences a process runs at once."""
-    sequences, accumulate = stage.batch.sequences, stage.batch.accumulate
-    if sequences % (processes * accumulate):
+    """How many sequences a process runs at once (with ``micro: auto``, which with_micro replaces, one).
+
+    Raises:
+        ValueError: a step's sequences cannot be shared out evenly; with the nearest numbers that can.
+    """
+    batch, sequences = stage.batch, stage.batch.sequences
+    asked = 1 if batch.micro == "auto" else batch.micro
+    field, size = ("accumulate", batch.accumulate or 1) if asked is None else ("micro", asked)
+    if rest := sequences % (unit := processes * size):
+        nearest = [f"sequences={number}" for number in (sequences - rest, sequences - rest + unit) if number]
+        share, uneven = divmod(sequences, processes)
+        if not uneven:
+            nearest.append(f"{field}={max(n for n in range(1, size + 1) if not share % n)}")
         raise ValueError(
-            f"{stage.name}: batch.sequences={sequences} is not a multiple of processes × accumulate "
-            f"({processes} × {accumulate}); lower accumulate, or raise sequences"
+            f"{stage.name}: batch.sequences={sequences} is not a multiple of processes × {field} ({processes} × "
+            f"{size}); the nearest that can be shared out: {' or '.join(nearest)}"
         )
-    return sequences // processes // accumulate
+    return sequences // unit if asked is None else asked
 
 
 class _InPrecision(nn.Module):
@@ -173,6 +183,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
         run.page.begin(stage, start, best_on)
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, processes)
+    accumulate = per_step // processes // micro
     original: Any = module
     module = _InPrecision(module, accelerator.device.type, recipe.precision.autocast == "bfloat16")
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
@@ -194,8 +205,8 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 group["lr"] = rate * group.get("lr_factor", 1.0)
             torch.manual_seed(seed_of_step(recipe.run.seed, run.step, accelerator.process_index))
             numbers = range(step * per_step, (step + 1) * per_step)
-            mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
-            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
+            mine = numbers[accelerator.process_index * micro * accumulate :]
+            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(accumulate)]
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
             if labels := getattr(original, "labels", None):
                 batches = [{**batch, "labels": labels(batch)} for batch in batches]

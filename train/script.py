@@ -41,7 +41,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
     launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
     command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = recipe or read_recipe(args.recipe, script.recipe, args.overrides)
-    accelerator = make_accelerator(recipe.precision)
+    accelerator = make_accelerator(recipe.precision, recipe.launch)
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
@@ -71,7 +71,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
                 console.print(f"{folder}: there is no checkpoint to go on from; the run begins")
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
-        recipe = with_precision(recipe, accelerator, resume)
+        recipe = dry_run.with_micro(with_precision(recipe, accelerator, resume), script.plans, accelerator)
         run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
         if main_process and not args.dry_run:
             run.page = TrainingPage(run)
