@@ -290,8 +290,8 @@ class Launch(Section):
         default=1800,
         ge=60,
         le=7 * 86400,
-        description="seconds that a process waits for another one before the run ends with an error: by then the others "
-        "notice one that died; more than what one takes to write a checkpoint",
+        description="seconds that a process waits for another one before the run ends with an error: so the others "
+        "notice one that died; more than what the first one takes to write a checkpoint",
     )
 
 

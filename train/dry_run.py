@@ -263,8 +263,8 @@ def _room(device: torch.device) -> float | None:
 
 
 def with_micro(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> R:
-    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide a
-    process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
+    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide
+    a process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
     processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`."""
     processes, room = accelerator.num_processes, _room(accelerator.device)
     for place, stage in enumerate(recipe.stages):

@@ -2,9 +2,9 @@
 reads as if they were memory. Training then does not run the target, nor Medusa-2 its teacher. For EAGLE the inputs of
 some layers are kept with them.
 
-A file has the rows of some batches; one process writes it, and it gets its name when it is on the disk. So what a killed
-run had made is whole, and the processes, which open the files only after all are written, read them also from a folder
-that several machines share.
+A file has the rows of some batches; one process writes it, and it gets its name when it is on the disk. So what a
+killed run had made is whole, and the processes, which open the files only after all are written, read them also from a
+folder that several machines share.
 
 Shape letters: S rows, T tokens, d hidden width, F features per token.
 """

@@ -8,7 +8,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.common.command import available_cores, make_console
-from draftsmith.common.sections import Launch, Precision, R, TargetSection
+from draftsmith.common.sections import Precision, R, TargetSection
 from draftsmith.models import precision
 from draftsmith.models.files.locate import locate
 from draftsmith.models.files.weights import stored_dtype
@@ -17,12 +17,12 @@ from draftsmith.train import checkpoint, sharded
 console = make_console()
 
 
-def make_accelerator(wanted: Precision, launch: Launch = Launch()) -> Accelerator:
-    """An ``Accelerator`` that really runs as many processes as were launched."""
+def make_accelerator(wanted: Precision, seconds: float = 1800) -> Accelerator:
+    """An ``Accelerator`` that really runs as many processes as were launched, which wait for each other so long."""
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
-    timeout = timedelta(seconds=launch.timeout)
+    timeout = timedelta(seconds=seconds)
     cpu = not torch.cuda.is_available()
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn

@@ -41,7 +41,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
     launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
     command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = recipe or read_recipe(args.recipe, script.recipe, args.overrides)
-    accelerator = make_accelerator(recipe.precision, recipe.launch)
+    accelerator = make_accelerator(recipe.precision, recipe.launch.timeout)
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run

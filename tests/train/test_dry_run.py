@@ -194,7 +194,9 @@ def test_the_plan_of_kept_hidden_states():
     assert [plan.passes for plan in medusa.plans(recipe)] == [0, 2]
 
 
-@pytest.mark.parametrize("room, wanted", [(1e9, 32), (320, 16), (250, 8), (90, 4), (5, 1), (None, dry_run.CPU_SEQUENCES)])
+@pytest.mark.parametrize(
+    "room, wanted", [(1e9, 32), (320, 16), (250, 8), (90, 4), (5, 1), (None, dry_run.CPU_SEQUENCES)]
+)
 def test_micro_auto(monkeypatch, capsys, room, wanted):
     """The largest divisor of a process's share whose plan fits; on a CPU a few. Other stages stay as they are."""
     stages = "stages=[{name: a, steps: 2, batch: {sequences: 64, micro: auto}, optim: {lr: 1}}, "

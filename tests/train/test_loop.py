@@ -366,7 +366,9 @@ def test_two_processes_resume_as_if_they_had_not_stopped(tmp_path):
     assert rates[0] == rates[1] == [loop.learning_rate(stage(schedule="cosine", warmup_steps=2), n) for n in range(8)]
     found, wanted = (checkpoint.read_tensors(folder / "checkpoints/step-8") for folder in (stopped, whole))
     assert same(found, wanted)
-    masks = [[json.loads((folder / f"masks-{rank}.json").read_text()) for rank in (0, 1)] for folder in (whole, stopped)]
+    masks = [
+        [json.loads((folder / f"masks-{rank}.json").read_text()) for rank in (0, 1)] for folder in (whole, stopped)
+    ]
     assert [list(of_rank) for of_rank in masks[1]] == [["4", "5", "6", "7"]] * 2, "of the steps after the stop"
     assert all(masks[0][rank][step] == mask for rank in (0, 1) for step, mask in masks[1][rank].items())
     every = [tuple(mask) for of_rank in masks[0] for mask in of_rank.values()]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from training_runs import FORKED, become, both, free_port, make_batch, metrics, write_recipe
 
 from draftsmith.common.recipe import read_recipe
-from draftsmith.common.sections import Launch, Precision
+from draftsmith.common.sections import Precision
 from draftsmith.data.packing import Rows, Sample, Tokenized
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, features, launch, loop, medusa, sharded
 from draftsmith.train.run import Run
@@ -54,51 +54,64 @@ class TheSame:
 # ---- precision
 
 
+class OneHead(nn.Module):
+    """A frozen target and a linear layer that trains on its hidden states; what dtypes there are is noted."""
+
+    def __init__(self, target):
+        super().__init__()
+        self.target, self.model, self.found = target, target.model, {}
+        self.out = nn.Linear(target.hidden_size, target.vocab_size)
+        self.layer = next(part for name, part in self.model.named_modules() if name.endswith("q_proj"))
+        self.out.register_forward_hook(lambda _, inputs, output: self.note("product that trains", output))
+        self.layer.register_forward_hook(lambda _, inputs, output: self.note("product of the target", output))
+        self.out.weight.register_hook(lambda gradient: self.note("gradient", gradient))
+
+    def note(self, name, tensor):
+        self.found.setdefault(name, set()).add(str(tensor.dtype))
+
+    def count(self, batch):
+        return batch["supervised"][:, 1:].sum().view(1)
+
+    def forward(self, batch, counts, step):
+        with torch.no_grad():
+            hidden = self.target.hidden(batch["tokens"].long())
+        labels = batch["tokens"][:, 1:].long().masked_fill(~batch["supervised"][:, 1:], -100)
+        logits = self.out(hidden[:, :-1].float()).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counts[0]
+        self.note("loss", loss)
+        return loss, {}
+
+
 def dtypes_inside(rank, port, recipe, strategy, folder):
-    """Train Medusa heads for two steps in bfloat16 autocast: what dtypes there are goes to a file."""
+    """Train for two steps in bfloat16 autocast; what dtypes there are goes to a file."""
     os.environ.update(LAUNCHED[strategy])
     become(rank, port)
     sharded._plugin.cache_clear()
     # DeepSpeed asks without a device, which means a GPU's autocast; here it is the CPU's.
     asked = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": asked(device)
-    read = read_recipe(recipe, medusa.MedusaRecipe, ["precision.autocast=bfloat16", f"run.name={folder.name}"])
+    read = read_recipe(
+        recipe, medusa.MedusaRecipe, ["precision.autocast=bfloat16", "target.dtype=float32", f"run.name={folder.name}"]
+    )
     run = Run(read, "medusa", launch.make_accelerator(read.precision), False, "")
-    assert run.accelerator.num_processes == 2 and sharded.strategy() == strategy.partition("-")[0].replace("ddp", "none")
-    target = run.load_target()
-    module = medusa.Medusa1(target, MedusaHeads.for_target(target, 2, 1, "own"))
-    found = {}
-
-    def note(name, tensor):
-        found.setdefault(name, set()).add(str(tensor.dtype))
-
-    def watch(name, part):
-        part.register_forward_hook(lambda _, inputs, output: note(name, output) if part.training else None)
-
-    for name, part in module.heads.named_modules():
-        if isinstance(part, nn.Linear):
-            watch("product of the heads", part)
-    layer = next(part for name, part in target.model.named_modules() if name.endswith("q_proj"))
-    layer.register_forward_hook(lambda _, inputs, output: note("product of the target", output))
-    module.register_forward_hook(lambda _, inputs, output: note("loss", output[0]))
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            note("weight", parameter)
-            parameter.register_hook(lambda gradient: note("gradient", gradient))
+    assert run.accelerator.num_processes == 2 and sharded.strategy() == strategy.partition("-")[0].replace(
+        "ddp", "none"
+    )
+    run.folder.mkdir(exist_ok=True)
+    module = OneHead(target := run.load_target())
     loop.optimize(run, module, TheSame(target.vocab_size), read.stages[0], lambda module: {"tau": 1.0}, "tau")
     if strategy == "zero3-nodes":
-        assert layer.weight.ds_secondary_tensor is not None, "a machine has no copy of its own"
-    (folder / f"{rank}.json").write_text(json.dumps({name: sorted(dtypes) for name, dtypes in found.items()}))
+        assert module.layer.weight.ds_secondary_tensor is not None, "a machine has no copy of its own"
+    (folder / f"{rank}.json").write_text(json.dumps({name: sorted(dtypes) for name, dtypes in module.found.items()}))
 
 
 @FORKED
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "zero3-nodes"))])
+@pytest.mark.parametrize("strategy", LAUNCHED)
 def test_bfloat16_reaches_the_products(recipe, tmp_path, strategy):
-    """Of what trains and of the frozen target, under every strategy; weights, loss and gradients are float32."""
+    """Of what trains and of the frozen target, under every strategy; loss and gradients are float32."""
     assert both(dtypes_inside, recipe, strategy, tmp_path) == [0, 0]
     half, full = ["torch.bfloat16"], ["torch.float32"]
-    wanted = {"product of the heads": half, "product of the target": half}
-    wanted |= {"loss": full, "weight": full, "gradient": full}
+    wanted = {"product that trains": half, "product of the target": half, "loss": full, "gradient": full}
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == wanted
 
@@ -122,7 +135,7 @@ class Toy(nn.Module):
 def told(rank, port, recipe, folder):
     become(rank, port)
     read = read_recipe(recipe, medusa.MedusaRecipe, [f"run.output_dir={folder / str(rank)}"])
-    run = Run(read, "medusa", launch.make_accelerator(Precision(threads=1), Launch(timeout=90)), False, "")
+    run = Run(read, "medusa", launch.make_accelerator(Precision(threads=1), 90), False, "")
     toy, group = Toy(rank), torch.distributed.group.WORLD
     found = {"timeout": group._get_backend(torch.device("cpu")).options._timeout.total_seconds()}
     prepared, _ = sharded.prepare(run.accelerator, toy, torch.optim.SGD([toy.trained], 0.1), 1, 1.0)
@@ -175,7 +188,9 @@ def kept_by(rank, port, target, rows, stored, whole):
 def test_two_processes_keep_hidden_states(make_target, tmp_path, monkeypatch):
     """Each in files of its own, which another number of processes uses."""
     torch.manual_seed(0)
-    rows = Rows(Tokenized.of(Sample(torch.randint(61, (n,)).tolist(), [True] * n) for n in (9, 5, 7, 3, 6, 8)), 9)
+    rows = Rows(
+        Tokenized.of(Sample(torch.randint(61, (n,)).tolist(), [True] * n) for n in (9, 5, 7, 3, 6, 8)), 9, share=False
+    )
     target, stored, alone = make_target("llama"), tmp_path / "0", launch.make_accelerator(Precision(threads=1))
     whole = features.hidden_states(target, rows, torch.float32, alone, batch_size=2)
     assert both(kept_by, target, rows, stored, whole) == [0, 0]
@@ -185,7 +200,9 @@ def test_two_processes_keep_hidden_states(make_target, tmp_path, monkeypatch):
     passes, hidden = [], Target.hidden
     monkeypatch.setattr(Target, "hidden", lambda *given: passes.append(len(given[1])) or hidden(*given))
     kept = features.hidden_states(target, rows, torch.float32, alone, stored, 2)
-    assert torch.equal(kept[range(len(rows))], whole) and passes == [2, 2], "one that was there, to compare, and the one that was not"
+    assert torch.equal(kept[range(len(rows))], whole) and passes == [2, 2], (
+        "one that was there, to compare, and the one that was not"
+    )
 
 
 # ---- two machines
