@@ -180,10 +180,10 @@ def one_of_two(rank, port, train, name, overrides, kill):
 
 @FORKED
 @pytest.mark.parametrize("name", ON_TWO)
-def test_two_processes_train_as_one(trains, words, name):
+def test_two_processes_train_as_one(trains, wholes, words, name):
     """Killed on two, a run goes on on two, or on one, to the weights of a run that was on one all the time."""
     train, overrides = trains[name], [f"drafter.base={words['BASE']}"] if name == "dynaspec" else []
-    whole = train("alone", *overrides)
+    whole = wholes[name] = wholes.get(name) or train("whole", *overrides)
     assert both(one_of_two, train, "two", overrides, ON_TWO[name]) == [9, 9]
     folder = train.recipe.parent
     shutil.copytree(folder / "two", folder / "one")
