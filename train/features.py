@@ -41,9 +41,10 @@ class Kept:
     def __init__(self, files: Sequence[Tensor], rows: int) -> None:
         self.files, self.rows = files, rows
 
-    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
-        """The features of rows by their numbers, ``[len(numbers), T, F]``: a copy."""
-        return torch.stack([self.files[number // self.rows][number % self.rows] for number in numbers])
+    def __getitem__(self, place: tuple[int, slice]) -> Tensor:
+        """``kept[row, begin:end]``: the features of a row's tokens ``[T, F]``, mapped."""
+        row, tokens = place
+        return self.files[row // self.rows][row % self.rows, tokens]
 
 
 def hidden_states(

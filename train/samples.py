@@ -52,7 +52,8 @@ class WithHidden:
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
         missing = (length or self.length) - self.length
-        hidden = nn.functional.pad(self.hidden[list(numbers)], (0, 0, 0, missing))
+        hidden = torch.stack([self.hidden[number, : self.length] for number in numbers])
+        hidden = nn.functional.pad(hidden, (0, 0, 0, missing))
         return {**self.rows.batch(numbers, length), "hidden": hidden}
 
 

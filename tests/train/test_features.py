@@ -14,7 +14,9 @@ from draftsmith.models.target import Target
 from draftsmith.train import features, launch
 from draftsmith.train.features import hidden_states
 
-ALL = [0, 1, 2, 3, 4]  # rows
+
+def all_rows(kept):
+    return torch.stack([kept[row, :] for row in range(5)])
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +39,9 @@ def test_they_are_the_targets(make_target, rows, accelerator, tmp_path):
     wanted = target.hidden(batch["tokens"].long(), batch["positions"])
     for stored in (None, tmp_path / "a" / "0"):
         kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=2)
-        torch.testing.assert_close(kept[ALL], wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        torch.testing.assert_close(all_rows(kept), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
         half = hidden_states(target, rows, torch.bfloat16, accelerator, stored, batch_size=2)
-        torch.testing.assert_close(half[ALL].float(), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(all_rows(half).float(), wanted, rtol=1e-2, atol=1e-2)
 
 
 @torch.no_grad()
@@ -59,9 +61,9 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
     assert len(calls) == 2 + len(rows), "two were kept, one of them was compared, the third was asked for twice"
     again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert len(calls) == 3 + len(rows) and torch.equal(again[ALL], kept[ALL])
+    assert len(calls) == 3 + len(rows) and torch.equal(all_rows(again), all_rows(kept))
     monkeypatch.undo()
-    assert torch.equal(kept[ALL], hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
+    assert torch.equal(all_rows(kept), hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
     described = stored / "asked.json"
     write_json(described, read_json(described) | {"target": "older"})
     target.fingerprint, target.older_fingerprint = "newer", "older"
@@ -69,13 +71,13 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     monkeypatch.setattr(Target, "hidden", counted)
     for _ in range(2):
         again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-        assert torch.equal(kept[ALL], again[ALL])
+        assert torch.equal(all_rows(kept), all_rows(again))
     assert len(calls) == made + 2 and read_json(described)["target"] == "newer", "known by the older fingerprint"
     monkeypatch.undo()
     other = make_target("qwen3")
     other.fingerprint = "another"
     moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert not torch.equal(moved[ALL], kept[ALL]), "another target's are made anew"
+    assert not torch.equal(all_rows(moved), all_rows(kept)), "another target's are made anew"
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def test_captured_layers_are_kept_too(make_target, rows, accelerator, tmp_path):
         wanted = target.features(batch["tokens"].long(), captures, batch["positions"])
         for _ in range(2):
             kept = hidden_states(target, rows, torch.float32, accelerator, stored, 2, captures)
-            torch.testing.assert_close(kept[ALL], wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+            torch.testing.assert_close(all_rows(kept), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 @torch.no_grad()
@@ -163,6 +165,6 @@ def test_files_of_many_batches(make_target, rows, accelerator, tmp_path, monkeyp
     target, stored = make_target("llama"), tmp_path / "0"
     for _ in range(2):
         kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-        assert torch.equal(kept[ALL], hidden_states(target, rows, torch.float32, accelerator, batch_size=1))
+        assert torch.equal(all_rows(kept), hidden_states(target, rows, torch.float32, accelerator, batch_size=1))
     assert sorted(path.name for path in stored.iterdir()) == ["0.bin", "3.bin", "asked.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
