@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.common.command import counted, first_line, make_console
+from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import json_object
 from draftsmith.common.sections import DrafterRecipe, Optim, R, Source, Stage, TargetSection, TrainingRecipe
 from draftsmith.data import sources
@@ -32,7 +32,7 @@ from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
-from draftsmith.train.launch import with_precision
+from draftsmith.train.launch import with_micro, with_precision
 from draftsmith.train.losses import LOGITS
 
 console = make_console()
@@ -47,8 +47,6 @@ GPUS = {
     "L4": (121, 24),
 }
 REACHED = 0.4  # share of it that training is taken to reach
-FILLED = 0.9  # share of a GPU's memory that micro: auto takes
-CPU_SEQUENCES = 4  # that it runs at once on a CPU, at most
 
 
 @dataclass(frozen=True)
@@ -255,34 +253,6 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
         )
     if any(plan.steps is None for plan in stages):
         console.print("How many steps an epoch has is known once the rows are read; training prints it then.")
-
-
-def _room(device: torch.device) -> float | None:
-    """Bytes that a plan may take on a GPU; None on a CPU."""
-    return FILLED * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def with_micro(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator) -> R:
-    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide
-    a process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
-    processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`."""
-    processes, room = accelerator.num_processes, _room(accelerator.device)
-    for place, stage in enumerate(recipe.stages):
-        if stage.batch.micro != "auto":
-            continue
-        share = stage.batch.sequences // processes
-        for micro in (size for size in range(share, 0, -1) if share % size == 0):
-            batch = stage.batch.model_copy(update={"micro": micro})
-            stages = [*recipe.stages[:place], stage.model_copy(update={"batch": batch}), *recipe.stages[place + 1 :]]
-            recipe = recipe.model_copy(update={"stages": stages})
-            if micro <= CPU_SEQUENCES if room is None else plans(recipe)[place].memory <= room:
-                break
-        if accelerator.is_main_process:
-            console.print(
-                f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
-                f"{counted(micro, 'sequence')} on each of {counted(processes, 'process')}"
-            )
-    return recipe
 
 
 def _target_is_here(recipe: TrainingRecipe) -> bool:

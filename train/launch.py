@@ -1,13 +1,15 @@
 """What a training command is launched with: processes, devices, precision."""
 
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 
-from draftsmith.common.command import available_cores, make_console
+from draftsmith.common.command import available_cores, counted, make_console
 from draftsmith.common.sections import Precision, R, TargetSection
 from draftsmith.models import precision
 from draftsmith.models.files.locate import locate
@@ -15,6 +17,8 @@ from draftsmith.models.files.weights import stored_dtype
 from draftsmith.train import checkpoint, sharded
 
 console = make_console()
+FILLED = 0.9  # share of a GPU's memory that micro: auto takes
+CPU_SEQUENCES = 4  # that it runs at once on a CPU, at most
 
 
 def make_accelerator(wanted: Precision, seconds: float = 1800) -> Accelerator:
@@ -82,3 +86,35 @@ def dtype_of(
 
     quantized = target.quantize != "none"
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
+
+
+def _room(device: torch.device) -> float | None:
+    """Bytes that a plan may take on a GPU; None on a CPU."""
+    return FILLED * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def with_micro(recipe: R, plans: Callable[[R], Sequence[Any]], accelerator: Accelerator) -> R:
+    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide
+    a process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
+    processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`.
+
+    Args:
+        plans: of a training script, the :class:`draftsmith.train.dry_run.Plan` of each stage.
+    """
+    processes, room = accelerator.num_processes, _room(accelerator.device)
+    for place, stage in enumerate(recipe.stages):
+        if stage.batch.micro != "auto":
+            continue
+        share = stage.batch.sequences // processes
+        for micro in (size for size in range(share, 0, -1) if share % size == 0):
+            batch = stage.batch.model_copy(update={"micro": micro})
+            stages = [*recipe.stages[:place], stage.model_copy(update={"batch": batch}), *recipe.stages[place + 1 :]]
+            recipe = recipe.model_copy(update={"stages": stages})
+            if micro <= CPU_SEQUENCES if room is None else plans(recipe)[place].memory <= room:
+                break
+        if accelerator.is_main_process:
+            console.print(
+                f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
+                f"{counted(micro, 'sequence')} on each of {counted(processes, 'process')}"
+            )
+    return recipe
