@@ -252,11 +252,28 @@ class Optim(Section):
 
 class Batch(Section):
     sequences: Sequences = Field(description="sequences per optimizer step, over all processes")
-    accumulate: Positive = Field(default=1, description="micro-batches the sequences are split into")
+    micro: Sequences | Literal["auto"] | None = Field(
+        default=None,
+        description="how many of them a process runs at once; the number of micro-batches of a step follows, so that "
+        "one recipe serves any number of processes. auto: as many as the memory of a GPU holds, by the estimate of "
+        "--dry-run; at most four on a CPU",
+    )
+    accumulate: Positive | None = Field(
+        default=None, description="in place of micro: micro-batches of a process and step; one if neither is given"
+    )
+
+    @field_validator("micro", mode="before")
+    @classmethod
+    def _number_or_auto(cls, micro: Any) -> Any:
+        if micro not in (None, "auto") and not (type(micro) is int and 0 < micro <= 1 << 16):
+            raise ValueError("write a number of sequences from 1 to 65536, or auto")
+        return micro
 
     @model_validator(mode="after")
     def _even(self) -> "Batch":
-        if self.sequences % self.accumulate:
+        if self.micro is not None and self.accumulate is not None:
+            raise ValueError(f"it has micro={self.micro} and accumulate={self.accumulate}; set one of them to null")
+        if self.sequences % (self.accumulate or 1):
             raise ValueError(f"sequences={self.sequences} is not a multiple of accumulate={self.accumulate}")
         return self
 
@@ -271,6 +288,16 @@ class Precision(Section):
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, a third more time"
+    )
+
+
+class Launch(Section):
+    timeout: float = Field(
+        default=1800,
+        ge=60,
+        le=7 * 86400,
+        description="seconds that a process waits for another one before the run ends with an error: so the others "
+        "notice one that died; more than what the first one takes to write a checkpoint",
     )
 
 
@@ -341,7 +368,7 @@ StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 class Stage(Section):
     """One call of the training loop."""
 
-    tiny: ClassVar[dict[str, Any]] = {"steps": TINY_STEPS, "epochs": None, "batch": {"sequences": 4, "accumulate": 1}}
+    tiny: ClassVar[dict[str, Any]] = {"steps": TINY_STEPS, "epochs": None, "batch": {"sequences": 4}}
 
     name: StageName = "train"
     optim: Optim
@@ -402,6 +429,7 @@ class Recipe(Section):
     run: RunSection
     data: Data
     precision: Precision = Precision()
+    launch: Launch = Launch()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     track: Track = Track()

@@ -190,6 +190,7 @@ def test_wheel_holds_every_file(wheel):
         "train/page.html",
         "models/tiny-lm/*",
         "models/requirements.txt",
+        "recipes/accelerate/*.json",
         "recipes/templates/*",
         "recipes/schema/*",
         "data/samples.jsonl",

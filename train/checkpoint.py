@@ -1,4 +1,4 @@
-"""Checkpoints of a run: trainable weights, optimizer, RNG, step. Safetensors and JSON, written whole or not at all.
+"""Checkpoints of a run: trainable weights, optimizer, step. Safetensors and JSON, written whole or not at all.
 
 A checkpoint is a folder ``checkpoints/step-N``; it is filled under a temporary name and renamed, so a folder of that
 name is always complete.
@@ -64,10 +64,6 @@ def save(
         temporary.mkdir()
         save_tensors(trainable_state(module), temporary / "model.safetensors")
         save_tensors(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
-        rng = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            rng["cuda"] = torch.cuda.get_rng_state()
-        save_tensors(rng, temporary / "rng.safetensors")
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
         for file in temporary.iterdir():
             _sync(file)
@@ -148,7 +144,6 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
     try:
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
-        rng = load_file(path / "rng.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(path, error) from None
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -157,16 +152,13 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
     with torch.no_grad():
         for name, weight in weights.items():
             parameters[name].copy_(weight)
-    if any(key.rpartition("|")[0] not in parameters for key in moments) or "cpu" not in rng:
+    if any(key.rpartition("|")[0] not in parameters for key in moments):
         raise _damaged(path, ValueError("its files are not of one checkpoint"))
     for key, value in moments.items() if optimizer else ():
         assert optimizer is not None
         name, field = key.rsplit("|", 1)
         kept = value.to(parameters[name].device) if field != "step" else value
         optimizer.state[parameters[name]][field] = int(value) if value.dtype == torch.int64 else kept
-    torch.set_rng_state(rng["cpu"])
-    if "cuda" in rng and torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng["cuda"])
     return state
 
 

@@ -32,7 +32,7 @@ from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import sharded
-from draftsmith.train.launch import with_precision
+from draftsmith.train.launch import with_micro, with_precision
 from draftsmith.train.losses import LOGITS
 
 console = make_console()
@@ -210,7 +210,7 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
     stages, problem, any_dtype = list[Plan](), "", getattr(getattr(recipe, "target", None), "dtype", "") == "auto"
     rows_there, longest = look_at_sources(recipe)
     try:
-        recipe = with_precision(recipe, accelerator)
+        recipe = with_micro(with_precision(recipe, accelerator), plans, accelerator)
         shorter = {"max_length": longest} if longest else {}
         stages = plans(recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)}))
     except (OSError, ValueError) as error:

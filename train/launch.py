@@ -1,11 +1,15 @@
 """What a training command is launched with: processes, devices, precision."""
 
 import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs
 
-from draftsmith.common.command import available_cores, make_console
+from draftsmith.common.command import available_cores, counted, make_console
 from draftsmith.common.sections import Precision, R, TargetSection
 from draftsmith.models import precision
 from draftsmith.models.files.locate import locate
@@ -13,24 +17,31 @@ from draftsmith.models.files.weights import stored_dtype
 from draftsmith.train import checkpoint, sharded
 
 console = make_console()
+FILLED = 0.9  # share of a GPU's memory that micro: auto takes
+CPU_SEQUENCES = 4  # that it runs at once on a CPU, at most
 
 
-def make_accelerator(wanted: Precision) -> Accelerator:
-    """An ``Accelerator`` that really runs as many processes as were launched."""
+def make_accelerator(wanted: Precision, seconds: float = 1800) -> Accelerator:
+    """An ``Accelerator`` that really runs as many processes as were launched, which wait for each other so long."""
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
+    timeout = timedelta(seconds=seconds)
     cpu = not torch.cuda.is_available()
     if cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which others import, would look for one and warn
     if cpu and sharded.strategy() in ("zero2", "zero3"):
         sharded.leave_out_shared_memory()
     if cpu and "LOCAL_RANK" in os.environ:
-        PartialState(cpu=True)  # without this, accelerate on CPU silently runs independent copies
+        PartialState(cpu=True, timeout=timeout)  # without this, accelerate on CPU silently runs independent copies
     # Precision is the recipe's (autocast below); DeepSpeed's own would make bfloat16 of the weights that train.
     # With cpu=True accelerate would leave DeepSpeed out; the processes are on the CPU already.
     with sharded.hidden_from_accelerate():
-        accelerator = Accelerator(mixed_precision="no", cpu=cpu and sharded.strategy() != "zero2")
+        accelerator = Accelerator(
+            mixed_precision="no",
+            cpu=cpu and sharded.strategy() != "zero2",
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+        )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ValueError(
@@ -75,3 +86,35 @@ def dtype_of(
 
     quantized = target.quantize != "none"
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
+
+
+def _room(device: torch.device) -> float | None:
+    """Bytes that a plan may take on a GPU; None on a CPU."""
+    return FILLED * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def with_micro(recipe: R, plans: Callable[[R], Sequence[Any]], accelerator: Accelerator) -> R:
+    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide
+    a process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
+    processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`.
+
+    Args:
+        plans: of a training script, the :class:`draftsmith.train.dry_run.Plan` of each stage.
+    """
+    processes, room = accelerator.num_processes, _room(accelerator.device)
+    for place, stage in enumerate(recipe.stages):
+        if stage.batch.micro != "auto":
+            continue
+        share = stage.batch.sequences // processes
+        for micro in (size for size in range(share, 0, -1) if share % size == 0):
+            batch = stage.batch.model_copy(update={"micro": micro})
+            stages = [*recipe.stages[:place], stage.model_copy(update={"batch": batch}), *recipe.stages[place + 1 :]]
+            recipe = recipe.model_copy(update={"stages": stages})
+            if micro <= CPU_SEQUENCES if room is None else plans(recipe)[place].memory <= room:
+                break
+        if accelerator.is_main_process:
+            console.print(
+                f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
+                f"{counted(micro, 'sequence')} on each of {counted(processes, 'process')}"
+            )
+    return recipe

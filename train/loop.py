@@ -14,7 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -56,14 +58,43 @@ def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
 
 
 def micro_batch(stage: Stage, processes: int) -> int:
-    """How many sequences a process runs at once."""
-    sequences, accumulate = stage.batch.sequences, stage.batch.accumulate
-    if sequences % (processes * accumulate):
+    """How many sequences a process runs at once (with ``micro: auto``, which with_micro replaces, one).
+
+    Raises:
+        ValueError: a step's sequences cannot be shared out evenly; with the nearest numbers that can.
+    """
+    batch, sequences = stage.batch, stage.batch.sequences
+    asked = 1 if batch.micro == "auto" else batch.micro
+    field, size = ("accumulate", batch.accumulate or 1) if asked is None else ("micro", asked)
+    if rest := sequences % (unit := processes * size):
+        nearest = [f"sequences={number}" for number in (sequences - rest, sequences - rest + unit) if number]
+        share, uneven = divmod(sequences, processes)
+        if not uneven:
+            nearest.append(f"{field}={max(n for n in range(1, size + 1) if not share % n)}")
         raise ValueError(
-            f"{stage.name}: batch.sequences={sequences} is not a multiple of processes × accumulate "
-            f"({processes} × {accumulate}); lower accumulate, or raise sequences"
+            f"{stage.name}: batch.sequences={sequences} is not a multiple of processes × {field} ({processes} × "
+            f"{size}); the nearest that can be shared out: {' or '.join(nearest)}"
         )
-    return sequences // processes // accumulate
+    return sequences // unit if asked is None else asked
+
+
+class _InPrecision(nn.Module):
+    """A module whose forward pass runs in bfloat16 autocast, if ``enabled``. It is entered inside of what a strategy
+    wraps around the module: DeepSpeed's engine switches off an autocast that is entered around it."""
+
+    def __init__(self, module: nn.Module, device_type: str, enabled: bool) -> None:
+        super().__init__()
+        self.module, self.cast = module, (device_type, torch.bfloat16, enabled)
+
+    def forward(self, *inputs: Any) -> Any:
+        with torch.autocast(*self.cast):
+            return self.module(*inputs)
+
+
+def seed_of_step(seed: int, step: int, process: int) -> int:
+    """The seed of the random numbers, those of dropout, that a process draws in a step: a function of these alone, so
+    that processes drop different elements and a resumed run the same as the uninterrupted one."""
+    return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0])
 
 
 class Samples(Protocol):
@@ -117,7 +148,17 @@ def fit(
                 f"{stage.name}: its weights are those of step {run.best_step}, the best by {best_on.lstrip('-')}; "
                 f"the steps up to {run.step} made it worse"
             )
+        _take_best(run, module, stage)
+
+
+def _take_best(run: Run[R], module: nn.Module, stage: Stage) -> None:
+    """Give the module the weights of the stage's best evaluation, on every process those that the main one reads:
+    another machine may not see yet what was just written."""
+    if run.main:
         module.load_state_dict(checkpoint.read_tensors(run.checkpoints / "best" / stage.name), strict=False)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            broadcast(parameter.data)
 
 
 def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
@@ -142,7 +183,9 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
         run.page.begin(stage, start, best_on)
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, processes)
+    accumulate = per_step // processes // micro
     original: Any = module
+    module = _InPrecision(module, accelerator.device.type, recipe.precision.autocast == "bfloat16")
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
     zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
     if start:
@@ -160,9 +203,10 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             rate = learning_rate(stage, step, spent)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
+            torch.manual_seed(seed_of_step(recipe.run.seed, run.step, accelerator.process_index))
             numbers = range(step * per_step, (step + 1) * per_step)
-            mine = numbers[accelerator.process_index * micro * stage.batch.accumulate :]
-            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(stage.batch.accumulate)]
+            mine = numbers[accelerator.process_index * micro * accumulate :]
+            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(accumulate)]
             batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
             if labels := getattr(original, "labels", None):
                 batches = [{**batch, "labels": labels(batch)} for batch in batches]
@@ -226,7 +270,7 @@ def _backward(
         if sharded.strategy() == "zero2":
             accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
         synchronise = nullcontext() if last else accelerator.no_sync(module)
-        with synchronise, run.autocast():
+        with synchronise:
             loss, metrics = stepped(batch, counts, step)
         # DDP averages gradients over processes; the counts already are over all of them.
         accelerator.backward(loss * accelerator.num_processes)

@@ -282,9 +282,9 @@ class Run(Generic[R]):
         cached: list[Batches] = []
         for number, part in enumerate(rows):
             assert isinstance(part, Rows)
-            file = self.folder / "features" / f"{number}.bin" if recipe.cache_hidden == "disk" else None
+            kept = self.folder / "features" / str(number) if recipe.cache_hidden == "disk" else None
             with torch.no_grad(), self.autocast():
-                made = hidden_states(target, part, dtype, self.accelerator, file, captures=captures)
+                made = hidden_states(target, part, dtype, self.accelerator, kept, captures=captures)
                 cached.append(WithHidden(part, made))
         return cached
 

@@ -23,6 +23,7 @@ from draftsmith.inference.engine.answers import answer
 from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
+from draftsmith.train.features import Kept
 from draftsmith.train.launch import console
 
 Batch = dict[str, Tensor]
@@ -43,7 +44,7 @@ class WithHidden:
     """Rows with the target's features ``[S, T, F]`` beside them, as ``hidden`` of a batch: its last hidden states, then
     the inputs of captured layers, if there are any."""
 
-    def __init__(self, rows: Rows, hidden: Tensor) -> None:
+    def __init__(self, rows: Rows, hidden: Tensor | Kept) -> None:
         self.rows, self.hidden, self.length = rows, hidden, rows.length
 
     def __len__(self) -> int:
@@ -51,7 +52,8 @@ class WithHidden:
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
         missing = (length or self.length) - self.length
-        hidden = nn.functional.pad(self.hidden[list(numbers)], (0, 0, 0, missing))
+        hidden = torch.stack([self.hidden[number, : self.length] for number in numbers])
+        hidden = nn.functional.pad(hidden, (0, 0, 0, missing))
         return {**self.rows.batch(numbers, length), "hidden": hidden}
 
 

@@ -12,7 +12,7 @@ from typing import Generic
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import DrafterRecipe, R
 from draftsmith.train import dry_run, folders, sharded
-from draftsmith.train.launch import console, make_accelerator, with_precision
+from draftsmith.train.launch import console, make_accelerator, with_micro, with_precision
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.page import TrainingPage
 from draftsmith.train.run import Run, check_init_from
@@ -41,7 +41,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
     launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
     command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
     recipe = recipe or read_recipe(args.recipe, script.recipe, args.overrides)
-    accelerator = make_accelerator(recipe.precision)
+    accelerator = make_accelerator(recipe.precision, recipe.launch.timeout)
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
@@ -71,7 +71,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
                 console.print(f"{folder}: there is no checkpoint to go on from; the run begins")
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
-        recipe = with_precision(recipe, accelerator, resume)
+        recipe = with_micro(with_precision(recipe, accelerator, resume), script.plans, accelerator)
         run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
         if main_process and not args.dry_run:
             run.page = TrainingPage(run)

@@ -176,13 +176,14 @@ def prepare(
             "fp16": {"enabled": False},
             "zero_optimization": _zero(plugin),
         }
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    frozen = [name for name, tensor in named if not tensor.requires_grad]
+    # What does not train is the same on all processes: it is neither broadcast nor are its buffers, before each pass.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
     if not spreads():
         return accelerator.prepare(module, optimizer)
     if accelerator.num_processes == 1:
         return module, accelerator.prepare(optimizer)
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    frozen = [name for name, tensor in named if not tensor.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
     return DistributedDataParallel(module), accelerator.prepare(optimizer)
 
 

@@ -111,8 +111,8 @@ WRONG = {
     # a word of one key here, rather than a similar one elsewhere
     "optim.decay=3": "unknown key 'optim.decay'; nearest valid key: optim.weight_decay",
     "batch.threats=3": "unknown key 'batch.threats'; nearest valid key: precision.threads",
-    "batch.heads=3": "unknown key 'batch.heads'; valid keys here: sequences, accumulate",
-    "batch.zzz=3": "unknown key 'batch.zzz'; valid keys here: sequences, accumulate",
+    "batch.heads=3": "unknown key 'batch.heads'; valid keys here: sequences, micro, accumulate",
+    "batch.zzz=3": "unknown key 'batch.zzz'; valid keys here: sequences, micro, accumulate",
     # types: nothing is converted
     "steps='10'": "'steps': input should be a valid integer, got '10'",
     "steps=1.5": "'steps': input should be a valid integer, got 1.5",
@@ -126,6 +126,9 @@ WRONG = {
     "data.train=3": "'data.train': input should be a valid list, got 3",
     # combinations
     "batch.accumulate=3": "'batch': sequences=8 is not a multiple of accumulate=3",
+    "batch.micro=2": "'batch': it has micro=2 and accumulate=2; set one of them to null",
+    "batch.micro=some": "'batch.micro': write a number of sequences from 1 to 65536, or auto, got 'some'",
+    "batch.micro=0": "'batch.micro': write a number of sequences from 1 to 65536, or auto, got 0",
     "data.train.0.source=wikipedia": "source 'wikipedia' is neither 'stdlib', 'package:NAME', a file",
     # overrides that reach nowhere
     "data.train.7.weight=1.0": "'data.train.7.weight': the list has 2 entries, counted from 0",

@@ -30,11 +30,8 @@ def trained():
 
 def test_everything_comes_back(trained, tmp_path):
     path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
-    expected = torch.rand(3)
-    torch.manual_seed(99)
     module, optimizer = fresh()
     assert checkpoint.restore(path, module, optimizer) == {"step": 7, **STATE}
-    assert torch.equal(torch.rand(3), expected)
     for restored, p in zip(module.parameters(), trained[0].parameters(), strict=True):
         if p.requires_grad:
             assert torch.equal(restored, p)
@@ -52,7 +49,7 @@ def test_the_newest_are_kept(trained, tmp_path):
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["step-10", "step-11"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing"])
 def test_a_damaged_checkpoint_is_one_clear_line(trained, tmp_path, file, damage):
     path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
@@ -87,7 +84,7 @@ def test_an_odd_state_is_one_clear_line(trained, tmp_path, state, field):
 
 def test_files_of_two_checkpoints(trained, tmp_path):
     path = checkpoint.save(tmp_path, 7, *trained, STATE, keep=2)
-    (path / "rng.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    (path / "optimizer.safetensors").write_bytes((path / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="damaged checkpoint .its files are not of one checkpoint"):
         checkpoint.restore(path, *fresh())
 

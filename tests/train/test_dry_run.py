@@ -15,7 +15,7 @@ from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.artifact import read_json
 from draftsmith.tools import schema
-from draftsmith.train import dry_run, eagle, lm, medusa, ssm
+from draftsmith.train import dry_run, eagle, launch, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.tiny import tiny
 
@@ -192,6 +192,27 @@ def test_the_plan_of_kept_hidden_states():
     options = ["cache_hidden=memory", "target.dtype=float32", "stages.1.joint.loss=ce"]
     recipe = read_recipe(ROOT / "recipes/tiny-medusa2.yaml", medusa.MedusaRecipe, options)
     assert [plan.passes for plan in medusa.plans(recipe)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "room, wanted", [(1e9, 32), (320, 16), (250, 8), (90, 4), (5, 1), (None, launch.CPU_SEQUENCES)]
+)
+def test_micro_auto(monkeypatch, capsys, room, wanted):
+    """The largest divisor of a process's share whose plan fits; on a CPU a few. Other stages stay as they are."""
+    stages = "stages=[{name: a, steps: 2, batch: {sequences: 64, micro: auto}, optim: {lr: 1}}, "
+    stages += "{name: b, steps: 2, batch: {sequences: 64, accumulate: 2}, optim: {lr: 1}}]"
+    recipe = read_recipe(ROOT / "recipes/tiny-ssm.yaml", ssm.SsmRecipe, [stages])
+    monkeypatch.setattr(launch, "_room", lambda device: room)
+
+    def plans(recipe):
+        return [SimpleNamespace(memory=20 * (stage.batch.micro or 1)) for stage in recipe.stages]
+
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, is_main_process=True)
+    first, second = launch.with_micro(recipe, plans, accelerator).stages
+    assert first.batch.micro == micro_batch(first, 2) == wanted and second == recipe.stages[1]
+    sequences = f"{wanted} sequence{'s' * (wanted > 1)}"
+    said = f"a: batch.micro: auto is {wanted} here; a step is {32 // wanted} times {sequences} on each of 2 processes\n"
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize("name", sorted(schema.schemas()))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -275,13 +276,14 @@ def test_kept_features_train_as_fresh_ones(whole, train, monkeypatch):
     """In memory and on disk, resumed; a file that was damaged meanwhile is found."""
     kept = metrics(train("memory", "cache_hidden=memory"), "loss")
     assert kept == pytest.approx(metrics(whole[3], "loss"), rel=1e-4)
-    file = train.killed(in_step(14), "disk", "cache_hidden=disk") / "features/0.bin"
-    assert json.loads(file.with_suffix(".json").read_text())["captures"] == [1]
+    folder = train.killed(in_step(14), "disk", "cache_hidden=disk") / "features/0"
+    assert json.loads((folder / "asked.json").read_text())["captures"] == [1]
+    file = max(folder.glob("*.bin"), key=lambda path: int(path.stem))
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2] + bytes(len(content) // 2))
-    wanted = f"error: {file}: the target makes other hidden states than are kept there (relative difference 1); "
-    assert train.refused("disk", "cache_hidden=disk", "--resume") == f"{wanted}delete that file, then --resume\n"
-    file.unlink()
+    wanted = f"error: {folder}: the target makes other hidden states than are kept there (relative difference 1); "
+    assert train.refused("disk", "cache_hidden=disk", "--resume") == f"{wanted}delete that folder, then --resume\n"
+    shutil.rmtree(folder)
     monkeypatch.setattr(features, "_compare", None)  # nothing is left to compare with
     assert metrics(train("disk", "cache_hidden=disk", "--resume"), "loss") == kept
 

@@ -1,13 +1,17 @@
 """What every family's training does alike: only its drafter trains, micro-batches add up, a killed run goes on bit for
 bit, and what a recipe cannot mean is one line before anything slow."""
 
+import os
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from training_runs import Runs, make_batch, metrics, write_recipe
+from safetensors.torch import load_file
+from training_runs import FORKED, Runs, become, before_call, both, make_batch, metrics, write_recipe
 
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import write_drafter
@@ -150,6 +154,47 @@ def test_a_killed_run_goes_on_bit_for_bit(trains, wholes, name, moment):
         assert path.read_bytes() == (folder / path.relative_to(wholes[name])).read_bytes(), path
     key = "validation_loss" if name == "lm" else "simulated_tau"
     assert metrics(folder, key) == metrics(wholes[name], key) != {}
+
+
+# ---- two processes
+
+
+# Where both of them are killed: the step after the second checkpoint, of an ensemble in its second stage.
+ON_TWO = {
+    "eagle": (eagle.EagleTraining, "count", 9),
+    "ssm": (ssm.Ssm, "count", 21),
+    "dynaspec": (dynaspec.RouterTraining, "count", 9),
+}
+
+
+def one_of_two(rank, port, train, name, overrides, kill):
+    """A process of a run; ``kill``: the call before which it ends abruptly."""
+    become(rank, port)
+    with pytest.MonkeyPatch.context() as patch:
+        if kill:
+            before_call(patch, *kill, lambda: os._exit(9))
+        code, out, err = train.run_main(train.main, train.recipe, f"run.name={name}", *overrides)
+    print(out, err)
+    sys.exit(code)
+
+
+@FORKED
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_processes_train_as_one(trains, wholes, words, name):
+    """Killed on two, a run goes on on two, or on one, to the weights of a run that was on one all the time."""
+    train, overrides = trains[name], [f"drafter.base={words['BASE']}"] if name == "dynaspec" else []
+    whole = wholes[name] = wholes.get(name) or train("whole", *overrides)
+    assert both(one_of_two, train, "two", overrides, ON_TWO[name]) == [9, 9]
+    folder = train.recipe.parent
+    shutil.copytree(folder / "two", folder / "one")
+    assert both(one_of_two, train, "two", [*overrides, "--resume"], None) == [0, 0]
+    train("one", *overrides, "--resume")
+    for path in whole.rglob("*.safetensors"):
+        for other in ("two", "one"):
+            found, wanted = load_file(folder / other / path.relative_to(whole)), load_file(path)
+            assert found.keys() == wanted.keys()
+            for key, tensor in wanted.items():
+                torch.testing.assert_close(found[key], tensor, atol=1e-5, rtol=0, msg=f"{other}: {path} {key}")
 
 
 # ---- refusals

@@ -15,6 +15,10 @@ from draftsmith.train import features, launch
 from draftsmith.train.features import hidden_states
 
 
+def all_rows(kept):
+    return torch.stack([kept[row, :] for row in range(5)])
+
+
 @pytest.fixture(scope="module")
 def rows():
     torch.manual_seed(0)
@@ -33,16 +37,16 @@ def test_they_are_the_targets(make_target, rows, accelerator, tmp_path):
     target = make_target("llama")
     batch = rows.batch(range(len(rows)))
     wanted = target.hidden(batch["tokens"].long(), batch["positions"])
-    for stored in (None, tmp_path / "a" / "0.bin"):
+    for stored in (None, tmp_path / "a" / "0"):
         kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=2)
-        torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        torch.testing.assert_close(all_rows(kept), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
         half = hidden_states(target, rows, torch.bfloat16, accelerator, stored, batch_size=2)
-        torch.testing.assert_close(half.float(), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(all_rows(half).float(), wanted, rtol=1e-2, atol=1e-2)
 
 
 @torch.no_grad()
 def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_path, monkeypatch):
-    target, stored, calls = make_target("llama"), tmp_path / "0.bin", []
+    target, stored, calls = make_target("llama"), tmp_path / "0", []
     hidden = Target.hidden
 
     def counted(self, tokens, positions=None):
@@ -57,22 +61,23 @@ def test_a_killed_run_makes_only_the_rest(make_target, rows, accelerator, tmp_pa
     kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
     assert len(calls) == 2 + len(rows), "two were kept, one of them was compared, the third was asked for twice"
     again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert len(calls) == 3 + len(rows) and torch.equal(again, kept)
+    assert len(calls) == 3 + len(rows) and torch.equal(all_rows(again), all_rows(kept))
     monkeypatch.undo()
-    assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
-    described = stored.with_suffix(".json")
+    assert torch.equal(all_rows(kept), hidden_states(target, rows, torch.float32, accelerator, None, batch_size=1))
+    described = stored / "asked.json"
     write_json(described, read_json(described) | {"target": "older"})
     target.fingerprint, target.older_fingerprint = "newer", "older"
     made = len(calls)
     monkeypatch.setattr(Target, "hidden", counted)
     for _ in range(2):
-        assert torch.equal(kept, hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1))
+        again = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
+        assert torch.equal(all_rows(kept), all_rows(again))
     assert len(calls) == made + 2 and read_json(described)["target"] == "newer", "known by the older fingerprint"
     monkeypatch.undo()
     other = make_target("qwen3")
     other.fingerprint = "another"
     moved = hidden_states(other, rows, torch.float32, accelerator, stored, batch_size=1)
-    assert not torch.equal(moved, kept), "another target's are made anew"
+    assert not torch.equal(all_rows(moved), all_rows(kept)), "another target's are made anew"
 
 
 @torch.no_grad()
@@ -84,39 +89,39 @@ def test_what_overflows_is_not_kept(make_target, rows, accelerator, tmp_path, mo
         return hidden(self, tokens, positions).index_fill(0, torch.tensor([1]), 1e5)
 
     monkeypatch.setattr(Target, "hidden", large)
-    hidden_states(target, rows, torch.float32, accelerator, tmp_path / "0.bin", 5)
+    hidden_states(target, rows, torch.float32, accelerator, tmp_path / "0", 5)
     with pytest.raises(ValueError, match=r"hidden states of row 1 are not finite in torch\.float16; set target\.dtype"):
-        hidden_states(target, rows, torch.float16, accelerator, tmp_path / "1.bin", 5)
-    assert not torch.from_file(str(tmp_path / "1.done"), size=1, dtype=torch.uint8).any()
+        hidden_states(target, rows, torch.float16, accelerator, tmp_path / "1", 5)
+    assert (tmp_path / "0/0.bin").exists() and [path.name for path in (tmp_path / "1").iterdir()] == ["asked.json"]
 
 
 @torch.no_grad()
 def test_captured_layers_are_kept_too(make_target, rows, accelerator, tmp_path):
     """In the order in which they are asked for; another order, or none, is another file."""
-    target, stored = make_target("llama"), tmp_path / "0.bin"
+    target, stored = make_target("llama"), tmp_path / "0"
     batch = rows.batch(range(len(rows)))
     for captures in ((1, 0), (0, 1), ()):
         wanted = target.features(batch["tokens"].long(), captures, batch["positions"])
         for _ in range(2):
             kept = hidden_states(target, rows, torch.float32, accelerator, stored, 2, captures)
-            torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+            torch.testing.assert_close(all_rows(kept), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("damage", ["zeros", "one token", "nan", "the next token's"])
 def test_what_was_damaged_is_found(make_target, rows, accelerator, tmp_path, damage):
-    target, stored = make_target("llama"), tmp_path / "0.bin"
+    target, stored = make_target("llama"), tmp_path / "0"
     hidden_states(target, rows, torch.float32, accelerator, stored, 2, (1,))
-    kept = torch.from_file(str(stored), shared=True, size=5 * 12 * 64).view(5, 12, 64)
+    kept = torch.from_file(str(stored / "4.bin"), shared=True, size=12 * 64).view(1, 12, 64)
     if damage == "zeros":
-        kept[4] = 0
+        kept[0] = 0
     elif damage == "one token":
-        kept[4, 3, 32:] *= 1.3
+        kept[0, 3, 32:] *= 1.3
     elif damage == "nan":
-        kept[4, 7, 40] = torch.nan
+        kept[0, 7, 40] = torch.nan
     else:
-        kept[4, :-1] = kept[4, 1:].clone()
-    with pytest.raises(ValueError, match=r"0\.bin: the target makes other hidden states than .*; delete that file"):
+        kept[0, :-1] = kept[0, 1:].clone()
+    with pytest.raises(ValueError, match="/0: the target makes other hidden states than .*; delete that folder"):
         hidden_states(target, rows, torch.float32, accelerator, stored, 2, (1,))
 
 
@@ -124,7 +129,7 @@ def test_what_was_damaged_is_found(make_target, rows, accelerator, tmp_path, dam
 def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     monkeypatch.setattr(features.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    stored = tmp_path / "new" / "0.bin" if where == "disk" else None
+    stored = tmp_path / "new" / "0" if where == "disk" else None
     wanted = r"cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB .*; set cache_hidden=none"
     with pytest.raises(ValueError, match=wanted):
         hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored)
@@ -133,13 +138,33 @@ def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
 
 @torch.no_grad()
 def test_the_estimate_is_said_before(make_target, rows, accelerator, tmp_path, capsys):
-    hidden_states(make_target("llama"), rows, torch.float32, accelerator, tmp_path / "0.bin")
+    hidden_states(make_target("llama"), rows, torch.float32, accelerator, tmp_path / "0")
     out = capsys.readouterr().out
     assert "cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB on disk in" in out and "are free" in out
-    assert (tmp_path / "0.bin").stat().st_size == 5 * 12 * 32 * 4
+    assert (tmp_path / "0/0.bin").stat().st_size == 5 * 12 * 32 * 4
 
 
-def test_room_that_another_takes_meanwhile(tmp_path):
+@torch.no_grad()
+def test_room_that_another_takes_meanwhile(make_target, rows, accelerator, tmp_path):
+    """The error names the file, of which nothing is left; what was written before stays."""
+    stored = tmp_path / "0"
+    hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored, 2)
+    (stored / "2.bin").unlink()
     with limited(1000), pytest.raises(OSError) as caught:
-        features._take_room(tmp_path / "0.bin", 5000)
-    assert caught.value.filename == str(tmp_path / "0.bin") and not list(tmp_path.iterdir())
+        hidden_states(make_target("llama"), rows, torch.float32, accelerator, stored, 2)
+    assert caught.value.filename == str(stored / "2.bin")
+    assert sorted(path.name for path in stored.iterdir()) == ["0.bin", "4.bin", "asked.json"]
+
+
+@torch.no_grad()
+def test_files_of_many_batches(make_target, rows, accelerator, tmp_path, monkeypatch):
+    """As many rows in each, but for the last one; what an earlier version kept is deleted."""
+    monkeypatch.setattr(features, "FILES", 2)
+    for suffix in ("bin", "done", "json"):
+        (tmp_path / f"0.{suffix}").touch()
+    target, stored = make_target("llama"), tmp_path / "0"
+    for _ in range(2):
+        kept = hidden_states(target, rows, torch.float32, accelerator, stored, batch_size=1)
+        assert torch.equal(all_rows(kept), hidden_states(target, rows, torch.float32, accelerator, batch_size=1))
+    assert sorted(path.name for path in stored.iterdir()) == ["0.bin", "3.bin", "asked.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]

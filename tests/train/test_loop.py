@@ -7,16 +7,15 @@ import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
+from training_runs import FORKED, become, both
 
 from draftsmith.common import progress
 from draftsmith.common.sections import Precision, Stage, TrainingRecipe
@@ -60,9 +59,9 @@ def samples(numbers: range) -> dict[str, torch.Tensor]:
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
-def stage(steps=8, sequences=4, accumulate=1, name="toy", seconds=None, **optim) -> Stage:
+def stage(steps=8, sequences=4, accumulate=None, micro=None, name="toy", seconds=None, **optim) -> Stage:
     optim = {"lr": 0.05, "schedule": "constant", **optim}
-    batch = {"sequences": sequences, "accumulate": accumulate}
+    batch = {"sequences": sequences, "accumulate": accumulate, "micro": micro}
     limits = {"steps": steps, "seconds": seconds}
     return Stage.model_validate({"name": name, "optim": optim, "batch": batch, **limits})
 
@@ -275,24 +274,16 @@ def reference(steps: int, norms: list[float] | None = None) -> dict[str, torch.T
     return weights(toy)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_step_is_the_mean_over_all_its_labels(accumulate, tmp_path):
+@pytest.mark.parametrize("split", [{}, {"accumulate": 2}, {"accumulate": 4}, {"micro": 4}, {"micro": 1}])
+def test_a_step_is_the_mean_over_all_its_labels(split, tmp_path):
     """However the sequences are split; the micro-batches have 3 to 15 labels. AdamW divides by a gradient's size, so
     that the error of a small one shows in full: a hundredth of the learning rate is no difference."""
     toy = Toy()
-    fit(job(tmp_path), toy, stage(accumulate=accumulate, weight_decay=0.1, clip=0.5))
+    fit(job(tmp_path), toy, stage(**split, weight_decay=0.1, clip=0.5))
     expected = reference(8)
     for name, weight in weights(toy).items():
         torch.testing.assert_close(weight, expected[name], atol=0.05 / 100, rtol=0)
     assert not torch.equal(toy.out.weight, Toy().out.weight)
-
-
-def become(rank: int, port: int) -> None:
-    """Make this process one of two."""
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
 
 
 def rank_of_two(rank: int, port: int, folder: Path) -> None:
@@ -310,22 +301,22 @@ def rank_of_two(rank: int, port: int, folder: Path) -> None:
     (folder / f"norms-{rank}.json").write_text(json.dumps(norms))
 
 
-def both(work, *arguments) -> list[int | None]:
-    """The exit codes of two processes that do ``work(rank, port, *arguments)``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=work, args=(rank, port, *arguments), daemon=True) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    return [process.exitcode for process in ranks]
+class Dropping(Toy):
+    """With dropout; ``masks`` are what it drops of a row of ones, by step."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.masks: dict[int, list[bool]] = {}
+
+    def forward(self, batch, counts, step):
+        if self.training:
+            self.masks[step] = (self.dropout(torch.ones(64)) == 0).tolist()
+        return super().forward(batch, counts, step)
 
 
 def resumed_of_two(rank: int, port: int, folder: Path, ends_at: int | None, resume: bool) -> None:
-    """A rank of a run that ends abruptly at a step, or goes on; the moments it goes on with go to a file of its own."""
+    """A rank of a run that ends abruptly at a step, or goes on; the moments it goes on with, and what it drops, go to
+    files of its own."""
     become(rank, port)
     loop.LOG_EVERY = 1
     restore = checkpoint.restore
@@ -344,15 +335,14 @@ def resumed_of_two(rank: int, port: int, folder: Path, ends_at: int | None, resu
         return samples(numbers)
 
     run = job(folder, resume=resume, evaluate_every=100)
-    fit(run, Toy(), stage(schedule="cosine", warmup_steps=2, weight_decay=0.1), ending)
-
-
-FORKED = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")
+    toy = Dropping()
+    fit(run, toy, stage(schedule="cosine", warmup_steps=2, weight_decay=0.1), ending)
+    (folder / f"masks-{rank}.json").write_text(json.dumps(toy.masks))
 
 
 @FORKED
 def test_two_processes_resume_as_if_they_had_not_stopped(tmp_path):
-    """With the moments, the learning rates and so the weights of a run without the stop."""
+    """With the moments, the learning rates, the dropout and so the weights of a run without the stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):
         folder.mkdir()
@@ -376,6 +366,13 @@ def test_two_processes_resume_as_if_they_had_not_stopped(tmp_path):
     assert rates[0] == rates[1] == [loop.learning_rate(stage(schedule="cosine", warmup_steps=2), n) for n in range(8)]
     found, wanted = (checkpoint.read_tensors(folder / "checkpoints/step-8") for folder in (stopped, whole))
     assert same(found, wanted)
+    masks = [
+        [json.loads((folder / f"masks-{rank}.json").read_text()) for rank in (0, 1)] for folder in (whole, stopped)
+    ]
+    assert [list(of_rank) for of_rank in masks[1]] == [["4", "5", "6", "7"]] * 2, "of the steps after the stop"
+    assert all(masks[0][rank][step] == mask for rank in (0, 1) for step, mask in masks[1][rank].items())
+    every = [tuple(mask) for of_rank in masks[0] for mask in of_rank.values()]
+    assert len(set(every)) == len(every) == 16, "each process and step drops others"
 
 
 def test_a_schedule_that_moves_is_said(tmp_path, capsys):
@@ -593,8 +590,44 @@ def test_a_target_that_overflows_is_named(tmp_path, kept):
 def test_batch_must_divide_over_processes(tmp_path, monkeypatch):
     run = job(tmp_path)
     monkeypatch.setattr(launch.Accelerator, "num_processes", property(lambda self: 3))
-    with pytest.raises(ValueError, match=r"batch\.sequences=4 is not a multiple of processes × accumulate \(3 × 1\)"):
+    said = r"batch\.sequences=4 is not a multiple of processes × accumulate \(3 × 1\); the nearest .*: sequences=3 or "
+    with pytest.raises(ValueError, match=f"{said}sequences=6$"):
         fit(run, Toy(), stage())
+
+
+@pytest.mark.parametrize(
+    "batch, processes, wanted",
+    [
+        ({"sequences": 64, "micro": 2}, 1, 2),
+        ({"sequences": 64, "micro": 2}, 8, 2),
+        ({"sequences": 64, "micro": 2}, 32, 2),
+        ({"sequences": 64, "accumulate": 4}, 8, 2),
+        ({"sequences": 64}, 8, 8),
+        ({"sequences": 64, "micro": "auto"}, 8, 1),
+        ({"sequences": 64, "micro": 2}, 64, "processes × micro (64 × 2); … out: sequences=128 or micro=1"),
+        ({"sequences": 48, "micro": 4}, 8, "processes × micro (8 × 4); … out: sequences=32 or sequences=64 or micro=3"),
+        ({"sequences": 64, "micro": 2}, 12, "processes × micro (12 × 2); … out: sequences=48 or sequences=72"),
+        ({"sequences": 64, "micro": "auto"}, 12, "processes × micro (12 × 1); … out: sequences=60 or sequences=72"),
+        ({"sequences": 48, "accumulate": 4}, 8, "accumulate (8 × 4); … sequences=32 or sequences=64 or accumulate=3"),
+    ],
+)
+def test_one_recipe_for_any_number_of_processes(batch, processes, wanted):
+    """What cannot be shared out is said with the nearest that can, and that can."""
+    given = stage(**batch)
+    if isinstance(wanted, int):
+        assert loop.micro_batch(given, processes) == wanted
+        return
+    begin, end = wanted.split("…")
+    with pytest.raises(ValueError, match=f"^toy: batch.sequences=.*{re.escape(begin)}.*{re.escape(end)}$") as caught:
+        loop.micro_batch(given, processes)
+    nearest = re.findall(r"(sequences|micro|accumulate)=(\d+)", str(caught.value).split("shared out:")[1])
+    for name, value in nearest:
+        assert loop.micro_batch(stage(**batch | {name: int(value)}), processes) > 0
+
+
+def test_micro_or_accumulate():
+    with pytest.raises(ValueError, match="it has micro=2 and accumulate=2; set one of them to null"):
+        stage(accumulate=2, micro=2)
 
 
 def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):

@@ -160,7 +160,7 @@ def test_hidden_states_on_disk(recipe, whole, strategy):
     overrides = ["cache_hidden=disk", HEADS_ALONE, "precision.gradient_checkpointing=false"]
     out = finish(launch(strategy, recipe, name, *overrides, prepared=whole))
     folder = recipe.parent / name
-    assert "on disk in" in out and (folder / "features/0.done").read_bytes() == b"\1"
+    assert "on disk in" in out and (folder / "features/0/0.bin").exists()
     for key in ("loss", "head1_loss"):
         wanted = {step: value for step, value in metrics(whole, key).items() if step <= 10}
         assert metrics(folder, key) == pytest.approx(wanted, rel=1e-3)

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import multiprocessing
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+FORKED = pytest.mark.skipif(torch.cuda.is_available(), reason="a process that has used a GPU cannot be forked")
 
 
 class Killed(BaseException):
@@ -99,3 +105,32 @@ def make_batch(vocab_size):
         supervised[row, begin:end] = True
         tokens[row, end:] = 0
     return {"tokens": tokens, "supervised": supervised}
+
+
+# ---- two processes
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def become(rank: int, port: int) -> None:
+    """Make this process one of two."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def both(work: Callable[..., None], *arguments: object) -> list[int | None]:
+    """The exit codes of two processes that do ``work(rank, port, *arguments)``; forked, so that they need not import
+    torch again."""
+    port, fork = free_port(), multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=work, args=(rank, port, *arguments), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    return [process.exitcode for process in ranks]
