@@ -24,6 +24,7 @@ from draftsmith.common.sections import DrafterRecipe, Optim, R, Source, Stage, T
 from draftsmith.data import sources
 from draftsmith.data.formats import read_sample
 from draftsmith.data.rows import Skipped, rows, usable
+from draftsmith.data.seeds import read_seed
 from draftsmith.data.tokenized import check, encoded, template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
@@ -171,9 +172,9 @@ def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
         elif head := _head_of(source):
             placed, more = head
             of = 0 if more == 0 else 1000 * HEAD  # a part says nothing of the share of all
-            if tokenizer is None:
+            if tokenizer is None or source.answers:
                 skipped, size = Skipped(), 1.0
-                found = len(list(usable(placed, read_sample, skipped)))
+                found = len(list(usable(placed, read_seed if source.answers else read_sample, skipped)))
                 skipped.check(source.source, data.max_skipped, of if found else 0)
             else:
                 samples = encoded(placed, source, data, tokenizer, template)

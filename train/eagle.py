@@ -152,11 +152,11 @@ class EagleTraining(nn.Module):
         return loss, metrics
 
 
-def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
+def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
-    ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
+    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
     labelled, tree = ranks >= 0, selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -213,9 +213,9 @@ def train(run: Run[EagleRecipe]) -> None:
     if d.unroll > 1 and run.main:
         console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
-        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
-        ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
+        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
     tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)

@@ -120,16 +120,18 @@ def make_tokenizer(run: Run[LmRecipe], start: ModelFolder | None) -> PreTrainedT
     return tokenizer
 
 
-def evaluate(validation: Tensor, device: torch.device, module: nn.Module) -> dict[str, float]:
-    """Loss and accuracy of the next token on rows ``[S, T]``."""
+def evaluate(run: Run[LmRecipe], module: nn.Module) -> dict[str, float]:
+    """Loss and accuracy of the next token on the held-out rows."""
     assert isinstance(module, LanguageModel)
-    total, hits, labels = 0.0, 0.0, 0
-    for rows in validation.split(16):
-        batch = {"tokens": rows.to(device)}
+
+    def sums(tokens: Tensor, marks: Tensor) -> Tensor:
+        batch = {"tokens": tokens.to(run.accelerator.device)}
         count = module.count(batch)
         _, metrics = module(batch, torch.ones_like(count), 0)
-        total, hits = total + float(metrics["next_token_loss"]), hits + float(metrics["top1"])
-        labels += int(count[0])
+        found = torch.stack([metrics["next_token_loss"], metrics["top1"], count[0]]).double()
+        return found * bool(marks.any())  # a batch without labels is another process' too
+
+    total, hits, labels = run.held_out_sums(sums).tolist()
     return {"validation_loss": total / labels, "validation_top1": hits / labels}
 
 
@@ -159,7 +161,8 @@ def train(run: Run[LmRecipe]) -> None:
     console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
     validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
     validation = validation[: recipe.evaluate.sequences]
-    measure = partial(evaluate, validation, run.accelerator.device)
+    run.held_out = {"tokens": validation, "supervised": torch.ones_like(validation, dtype=torch.bool)}
+    measure = partial(evaluate, run)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
     rows = [[Packed(packing.pack(ids, stage.max_length, end)) for ids in corpora] for stage in recipe.stages]
     for stage, packed in zip(recipe.stages, rows, strict=True):

@@ -54,9 +54,9 @@ def _shrunk(value: Any) -> Any:
     content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields}
     for section in reversed(type(value).__mro__):  # a section has its base class's values, too
         content |= vars(section).get("tiny", {})
-    if isinstance(value, Source) and value.answers is None:
-        keep = {"source": str(SAMPLES), "weight": value.weight}
-        content = Source(**keep).model_dump()
+    if isinstance(value, Source) and not (value.answers and value.installed):
+        answers = value.answers and {**content["answers"], "prompt_tokens": 64}
+        content = Source(source=str(SAMPLES), weight=value.weight, answers=answers).model_dump()
     return content
 
 
