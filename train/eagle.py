@@ -36,7 +36,7 @@ from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import to_draft_ids
-from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
@@ -177,8 +177,12 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
-    costs = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0, "unrolled": d.unroll}
-    costs["passes"] = 1 if recipe.cache_hidden == "none" else 0
+    costs: dict[str, Any] = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0}
+    heads, given = made.num_attention_heads, recipe.cache_hidden != "none"
+    costs |= {"passes": 0 if given else 1, "unrolled": d.unroll, "logits": d.unroll * made.outputs}
+    costs |= {"kept": partial(memory.eagle, made, shape.config, steps=d.unroll, given=given)}
+    costs |= {"attended": 3.5 * d.unroll * heads * made.head_dim, "scores": d.unroll * heads}  # twice backward, and again
+    costs["features"] = made.feature_size * (1 + len(made.captured_layers))
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 

@@ -32,6 +32,7 @@ from draftsmith.train.launch import console
 from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
 from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
+from draftsmith.train.memory import language_model, widths
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch, in_turn
 from draftsmith.train.script import Script, run_script
@@ -198,11 +199,12 @@ def train(run: Run[LmRecipe]) -> None:
 
 def plans(recipe: LmRecipe) -> list[Plan]:
     """What each stage costs: all weights train."""
-    parameters = parameters_of(recipe.model)
-    return [
-        Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length, epochs=s.epochs)
-        for s in recipe.stages
-    ]
+    parameters, config = parameters_of(recipe.model), config_of(recipe.model, 0)
+    losses = 1 + (recipe.lookahead.num_heads if recipe.lookahead else 0)
+    layers, (_, queries, *_) = config.num_hidden_layers, widths(config)
+    costs = {"kept": lambda micro: language_model(config, micro, losses, True), "attended": 1.5 * layers * queries}
+    costs |= {"autocast": recipe.precision.autocast == "bfloat16", "logits": losses * recipe.model.vocab_size}
+    return [Plan(s, s.max_length, parameters, **costs) for s in recipe.stages]
 
 
 SCRIPT = Script("lm", LmRecipe, train, plans)

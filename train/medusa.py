@@ -11,7 +11,9 @@ inference/decode.py. Shape letters: B batch, T tokens, K heads, d hidden width, 
 """
 
 import copy
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.train.early import reader
@@ -34,7 +36,7 @@ from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import to_draft_ids
-from draftsmith.train import draft_vocabulary
+from draftsmith.train import draft_vocabulary, memory
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.joint import (
     add_adapters,
@@ -178,12 +180,23 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         config = MedusaConfig(**d.model_dump(), hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
-    costs = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
+    costs: dict[str, Any] = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
+    costs |= {"logits": d.num_draft_heads * config.outputs, "features": shape.hidden_size}
     frozen = 1 if recipe.cache_hidden == "none" else 0  # passes that kept hidden states spare
+    heads = partial(memory.medusa, config, shape.config)
+    costs["kept"] = partial(heads, given=not frozen)
     found = [Plan.of(recipe, stage, shape, own, passes=frozen, **costs) for stage in recipe.stages]
     if joint:
+
+        def kept(micro: memory.Micro) -> memory.Kept:
+            found = heads(micro, given=True)
+            recomputed, dropout = recipe.precision.gradient_checkpointing, joint.lora.dropout > 0
+            more = memory.adapted(shape.config, micro, recomputed, dropout)
+            return replace(found, activations=found.activations + more)
+
         trained, teacher = own + joint.lora.r * shape.rank, frozen if joint.loss == "kl" else 0
-        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, passes=2 + teacher, **costs)  # 2: and backward
+        costs |= {"passes": 2 + teacher, "kept": kept}  # 2: and backward
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, **costs)
     return found
 
 

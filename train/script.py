@@ -45,6 +45,8 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
+    if args.machine and not args.dry_run:
+        raise ValueError(f"--as {args.machine}: it is for --dry-run, which computes what these GPUs would take")
     for stage in recipe.stages:
         micro_batch(stage, accelerator.num_processes)
     _check_strategy(recipe)
@@ -53,7 +55,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
         if isinstance(recipe, DrafterRecipe) and recipe.init_from:
             check_init_from(recipe, script.name)
         if main_process:
-            dry_run.show(recipe, script.plans, accelerator, args.verbose)
+            dry_run.show(recipe, script.plans, accelerator, args.verbose, args.machine)
             console.print("now the same recipe at toy size, with a random target of the family …")
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
     folders.check(recipe, recipe.stages)
