@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from draftsmith.benchmarks.options import check_options
 from draftsmith.benchmarks.tables import print_table, table_of
 from draftsmith.common.sections import Batch, Optim, Stage
 from draftsmith.models.eagle import Eagle, EagleConfig
@@ -74,7 +73,8 @@ def plan_of(config: PreTrainedConfig, length: int, rows: int, processes: int) ->
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    check_options(args, "rows")
+    if args.rows < 1:
+        raise ValueError(f"--rows {args.rows}: a micro-batch has one row at least")
     machine = Machine.named(args.machine)
     table = None
     for name, (config, length) in TARGETS.items():

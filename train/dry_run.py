@@ -161,10 +161,12 @@ class Plan:
         """Bytes of a process, by part. Where a step has one micro-batch, its gradients take the place of activations,
         which are counted less by as much."""
         kept, count = self.kept(self.micro(machine)), machine.processes
-        held = 1.0
-        if machine.spread and self.shape is not None:  # the LM head is whole, the rest in parts
-            whole = self.shape.hidden_size * self.shape.vocab_size / self.shape.parameters
-            held = whole + (1 - whole) / count
+        held = float(self.frozen)
+        if machine.spread and self.shape is not None:  # the LM head is whole, for FSDP the embeddings too
+            config, matrix = self.shape.config, self.shape.hidden_size * self.shape.vocab_size
+            whole = matrix * (2 if machine.strategy == "fsdp" and not config.tie_word_embeddings else 1)
+            layers = self.frozen - whole
+            held = whole + layers / count + 2 * layers / config.num_hidden_layers  # one runs, the next one is fetched
         moments = 2.0 if self.stage.optim.eight_bit else 8.0  # Muon has 4 for matrices, AdamW does the rest
         gradients = 4.0 * self.trained
         state = 4.0 * self.trained + gradients + moments * self.trained
@@ -173,7 +175,7 @@ class Plan:
         once = self.stage.batch.sequences == count * self.micro(machine).rows
         activations = max(0.0, kept.activations - gradients) if once else kept.activations
         return {
-            "target": (self.frozen * held + self.copied) * self.frozen_bytes,
+            "target": (held + self.copied) * self.frozen_bytes,
             "trained": state,
             "buckets": gradients if count > 1 else 0.0,
             "LM heads' gradients": kept.heads,

@@ -7,6 +7,7 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 from functools import partial
+from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
 from draftsmith.train.early import reader
@@ -202,7 +203,8 @@ def plans(recipe: LmRecipe) -> list[Plan]:
     parameters, config = parameters_of(recipe.model), config_of(recipe.model, 0)
     losses = 1 + (recipe.lookahead.num_heads if recipe.lookahead else 0)
     layers, (_, queries, *_) = config.num_hidden_layers, widths(config)
-    costs = {"kept": lambda micro: language_model(config, micro, losses, True), "attended": 1.5 * layers * queries}
+    costs: dict[str, Any] = {"kept": lambda micro: language_model(config, micro, losses, True)}
+    costs["attended"] = 1.5 * layers * queries
     costs |= {"autocast": recipe.precision.autocast == "bfloat16", "logits": losses * recipe.model.vocab_size}
     return [Plan(s, s.max_length, parameters, **costs) for s in recipe.stages]
 

@@ -109,12 +109,11 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: boo
     read = config.feature_size * (1 + len(config.captured_layers))
     features = n * read * (micro.target + (0 if micro.target == SINGLE else SINGLE))
     version_3 = config.version == 3
-    normed = 0 if micro.cuda else 4 if version_3 else 1
+    normed = 0 if micro.cuda else 3 if version_3 else 1  # in place of frozen embeddings, their normed form
     fused = read * micro.product + SINGLE * d if version_3 else 2 * d * (micro.product + (SINGLE if narrow else 0))
     step = layer(micro, shape, 2 * d if version_3 else d, normed)
     # Embeddings, rotary angles, softmax's denominators, and the gradient at what the LM head reads.
     step += SINGLE * (d + 2 * head + config.num_attention_heads) + micro.product * d
-    step += SINGLE * 2 * d if version_3 and not narrow else 0  # the joined pair, where no product has a copy
     if narrow:  # keys in float32; each step has its own copies of the first one's and of those since
         step += shape[2] * (SINGLE + micro.product * (steps - 1) / 2)
     inputs = config.feature_size * len(config.captured_layers) or 2 * d

@@ -307,7 +307,7 @@ class Run(Generic[R]):
     def held_out_ranks(self, ranks_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Ranks ``[S, T, …]`` of the held-out rows, from a function that gives those of a batch (:func:`in_batches`).
         The processes share the work; each gets all ranks."""
-        found = in_batches(ranks_of, **self.held_out, **self._share)
+        found = in_batches(ranks_of, self.held_out["tokens"], self.held_out["supervised"], *self._share)
         if self.accelerator.num_processes == 1:
             return found
         small = found.to(self.accelerator.device, torch.int8)  # −1 … MAX_RANK
@@ -316,14 +316,14 @@ class Run(Generic[R]):
 
     def held_out_sums(self, sums_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The sum, over batches of the held-out rows and over the processes, of what a function gives for one."""
-        sums = sum(sums_of(tokens, marks) for _, tokens, marks in row_batches(**self.held_out, **self._share))
+        rows = row_batches(self.held_out["tokens"], self.held_out["supervised"], *self._share)
+        sums = sum(sums_of(tokens, marks) for _, tokens, marks in rows)
         return cast(Tensor, self.accelerator.reduce(cast(Tensor, sums), "sum")).cpu()
 
     @property
-    def _share(self) -> dict[str, int]:
+    def _share(self) -> tuple[int, int, int]:
         """What this process evaluates, as :func:`row_batches` takes it."""
-        processes = self.accelerator.num_processes
-        return {"positions": self.at_once, "process": self.accelerator.process_index, "processes": processes}
+        return self.at_once, self.accelerator.process_index, self.accelerator.num_processes
 
     def decode_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
         """``tau``: mean accepted length on held-out prompts, decoded by the engine with a copy of the current weights;

@@ -11,7 +11,7 @@ from draftsmith.models.ssm import config_of_layers, model_of_layers, size_of_lay
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import sharded
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.memory import Kept, Micro, language_model, target_pass, widths
+from draftsmith.train.memory import SINGLE, Kept, Micro, language_model, target_pass, widths
 from draftsmith.train.sections.ssm import SsmRecipe, Ssms
 
 
@@ -46,8 +46,11 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
 
     def kept(micro: Micro) -> Kept:
         found = language_model(config, micro, 1, not d.layers, size)
-        pass_of_target = target_pass(shape.config, micro) if d.loss == "kl" else 0.0
-        return replace(found, activations=max(found.activations, pass_of_target))
+        if d.loss == "ce":
+            return found
+        # Of both distributions, logits and logarithms are there at a time.
+        both = found.activations + 3 * SINGLE * micro.logits(size)
+        return replace(found, activations=max(both, target_pass(shape.config, micro)))
 
     costs |= {"kept": kept, "attended": 1.5 * config.num_hidden_layers * widths(config)[1]}
     return [Plan.of(recipe, s, shape, trained, **costs) for s in recipe.stages]

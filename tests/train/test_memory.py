@@ -6,6 +6,7 @@ from memory import peak_of
 from training_runs import Runs, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.benchmarks import memory_by_part
 from draftsmith.benchmarks.shapes import config_of
 from draftsmith.common.recipe import read_recipe
 from draftsmith.models.eagle import EagleConfig
@@ -63,7 +64,7 @@ def test_a_step_takes_what_is_computed(wide, tmp_path, run_main, monkeypatch, na
     held = 4 * (plan.frozen + 3 * plan.trained)  # with moments
     parts = plan.parts(Machine("cpu", 1, cuda=False))
     assert sum(parts.values()) == pytest.approx(held + peak, rel=NEAR), (parts, peak)
-    assert sum(parts.values()) - held == pytest.approx(peak, rel=2 * NEAR), "also of a step alone"
+    assert sum(parts.values()) - held == pytest.approx(peak, rel=NEAR), "also of a step alone"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -89,6 +90,15 @@ def test_a_language_model_takes_what_is_computed():
     found = plan.parts(Machine("cpu", 1, cuda=False))
     computed = sum(found.values()) - 12 * plan.trained  # weights and moments
     assert computed == pytest.approx(peak_of(step), rel=2 * NEAR)
+
+
+def test_the_table_of_five_targets(run_main):
+    """Llama-3.3-70B alone does not fit into the memory of one GPU."""
+    code, out, err = run_main(memory_by_part.main)
+    assert code == 0, err
+    totals = {line.split()[0]: float(line.split()[-1]) for line in out.splitlines()[2:]}
+    assert len(totals) == 5 and [name for name, total in totals.items() if total > 80] == ["Llama-3.3-70B"]
+    assert totals["Llama-3.1-8B"] == pytest.approx(38, rel=NEAR)
 
 
 H100 = Machine.named("h100")
