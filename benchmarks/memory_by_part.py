@@ -4,7 +4,7 @@ nothing is downloaded. Nothing is run or measured.
     python benchmarks/memory_by_part.py
     python benchmarks/memory_by_part.py --rows 1 --as h200
 
-A draft vocabulary of 32,000 tokens, seven unrolled steps, packed rows, each token a label, several micro-batches a step.
+A draft vocabulary of 32,000 tokens, seven unrolled steps, packed rows, each token a label, two micro-batches a step.
 """
 
 from functools import partial

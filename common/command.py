@@ -317,7 +317,10 @@ def recipe_parser(
         )
         if machine:
             parser.add_argument(
-                "--as", dest="machine", metavar="GPUS", help="with --dry-run: on these, not here: h100, h100x8, a100x4, …"
+                "--as",
+                dest="machine",
+                metavar="GPUS",
+                help="with --dry-run: on these, not here: h100, h100x8, a100x4, …",
             )
     return parser
 

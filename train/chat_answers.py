@@ -78,9 +78,7 @@ def answer_chats(
 
     chats = (Conversation(seed, 0) for seed in seeds)
     longest = ask.prompt_tokens + ask.new_tokens
-    serve_conversations(
-        SpeculativeDecoder(target), chats, next_request, on_answer, ask.batch_size, max_length=longest
-    )
+    serve_conversations(SpeculativeDecoder(target), chats, next_request, on_answer, ask.batch_size, max_length=longest)
     if too_long:
         console.print(
             f"  {source.label}: {counted(too_long, 'conversation')} of {len(seeds):,} ended before an answer, since "

@@ -1,6 +1,6 @@
 """``--dry-run``: what a recipe would do, before it does it: sizes, memory by part, time per step, here or on the GPUs
-that ``--as`` names, with ``--verbose`` all fields. Then the same recipe's tiny form runs through the real command, is decoded and deleted, so that nothing fails
-for the first time after a day."""
+that ``--as`` names, with ``--verbose`` all fields. Then the same recipe's tiny form runs through the real command, is
+decoded and deleted, so that nothing fails for the first time after a day."""
 
 import itertools
 import math
@@ -338,7 +338,9 @@ def show(
     if getattr(recipe, "cache_hidden", "none") != "none":  # not every recipe has it
         each = stages[0].features * (2 if half else stages[0].target_bytes)
         rows = f", {rows_there * stages[0].length * each / 1e9:,.1f} GB in all" if rows_there else ""
-        console.print(f"The target's kept hidden states take {each / 1e3:,.1f} kB a token{rows}; their pass comes before.")
+        console.print(
+            f"The target's kept hidden states take {each / 1e3:,.1f} kB a token{rows}; their pass comes before."
+        )
     if not asked and any(stage.steps is not None for stage in recipe.stages):
         console.print(other_gpus(stages, any_dtype))
     if any(stage.steps is None for stage in recipe.stages):
@@ -364,8 +366,8 @@ def notes(stages: Sequence[Plan], machine: Machine, rate: float | None) -> str:
     """What the tables assume, and whether the memory suffices."""
     count, largest = machine.processes, max(sum(plan.parts(machine).values()) for plan in stages) / 1e9
     lines = [
-        "Computed, as if each token of a row were a label. Memory: trained are weights, gradients and moments; evaluations "
-        "run in the same micro-batches and take no more; the allocator and the driver take some GB besides."
+        "Computed, as if each token of a row were a label. Memory: trained are weights, gradients and moments; "
+        "evaluations run in the same micro-batches and take no more; the allocator and the driver take some GB besides."
     ]
     if rate is None:
         lines.append(
@@ -375,7 +377,9 @@ def notes(stages: Sequence[Plan], machine: Machine, rate: float | None) -> str:
     else:
         lines.append(f"Time: of products alone, at the {rate / 1e12:,.2f} TFLOP/s that a large one reaches here.")
     if count > 1:
-        lines.append(f"{count} processes share the work; the memory is each one's. Exchanging gradients takes more time.")
+        lines.append(
+            f"{count} processes share the work; the memory is each one's. Exchanging gradients takes more time."
+        )
     if machine.gpu and largest > machine.gpu.memory:
         lines.append(f"{largest:,.0f} GB are more than the {machine.gpu.memory:,.0f} GB of one.")
     return " ".join(lines)
@@ -388,7 +392,9 @@ def other_gpus(stages: Sequence[Plan], any_dtype: bool) -> str:
     for name, gpu in GPUS.items():
         one = Machine(name, 1, gpu=gpu)
         plans = [
-            replace(plan, autocast=True, target_bytes=2, frozen_bytes=min(plan.frozen_bytes, 2.0)) if any_dtype else plan
+            replace(plan, autocast=True, target_bytes=2, frozen_bytes=min(plan.frozen_bytes, 2.0))
+            if any_dtype
+            else plan
             for plan in stages
         ]
         if max(sum(plan.parts(one).values()) for plan in plans) < gpu.memory * 1e9:

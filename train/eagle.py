@@ -181,7 +181,10 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     heads, given = made.num_attention_heads, recipe.cache_hidden != "none"
     costs |= {"passes": 0 if given else 1, "unrolled": d.unroll, "logits": d.unroll * made.outputs}
     costs |= {"kept": partial(memory.eagle, made, shape.config, steps=d.unroll, given=given)}
-    costs |= {"attended": 3.5 * d.unroll * heads * made.head_dim, "scores": d.unroll * heads}  # twice backward, and again
+    costs |= {
+        "attended": 3.5 * d.unroll * heads * made.head_dim,
+        "scores": d.unroll * heads,
+    }  # twice backward, and again
     costs["features"] = made.feature_size * (1 + len(made.captured_layers))
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 

@@ -154,7 +154,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     meter, note, began = _Meter(), "", time.monotonic() - run.used
     spent = run.used / stage.seconds if stage.seconds else 0.0
     if not start:
-        _evaluate(run, original, stage, evaluate, best_on, before=True)
+        _evaluate(run, original, stage, evaluate, best_on)
         meter.since = time.monotonic()
     original.train()
     since = time.monotonic()
@@ -204,7 +204,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             if ends and run.main:
                 console.print(f"  {stage.name}: the steps are done; evaluating …")
             if ends or (step + 1) % recipe.evaluate.every == 0:
-                _evaluate(run, original, stage, evaluate, best_on, note=note)
+                _evaluate(run, original, stage, evaluate, best_on, note)
                 meter.since = since = time.monotonic()
             stops = stop_requested() if processes == 1 else bool(stop_all)
             if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
@@ -344,15 +344,15 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
 
 
 def _evaluate(
-    run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, *, note: str = "", before: bool = False
+    run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str | None = None
 ) -> None:
     """Record and print the module's metrics, behind the ``note`` on the steps before, and keep its weights if they are
-    the best of the stage so far; ``before``: those that the stage begins with are only measured."""
+    the best of the stage so far. Without a note they are those that the stage begins with, and only measured."""
     with run.evaluating(module):
         metrics = evaluate(module)
     module.train()
     sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
-    better = not before and sign * metrics[metric] > run.best
+    better = note is not None and sign * metrics[metric] > run.best
     if better:
         run.best, run.best_step = sign * metrics[metric], run.step
     if run.main:
@@ -360,7 +360,7 @@ def _evaluate(
         few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
         shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
         trained = f"{note.partition('  ')[0]}, " if note else ""
-        when = f"before {stage.name}" if before else f"step {run.step}"
+        when = f"before {stage.name}" if note is None else f"step {run.step}"
         console.print(f"  {when}: {trained}{shown}{' (best so far)' if better else ''}")
         if better:
             checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))

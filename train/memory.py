@@ -60,8 +60,8 @@ class Kept:
 
 
 def widths(config: Any) -> tuple[int, int, int, int]:
-    """Of a text config: hidden width, width of all queries, of all keys, and of the MLP; of a mixture of experts, of the
-    experts that a token takes."""
+    """Of a text config: hidden width, width of all queries, of all keys, and of the MLP; of a mixture of experts, of
+    those that a token takes."""
     d, heads = int(config.hidden_size), int(config.num_attention_heads)
     head = int(getattr(config, "head_dim", None) or d // heads)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -81,8 +81,8 @@ def target_pass(config: Any, micro: Micro) -> float:
 
 
 def layer(micro: Micro, shape: tuple[int, int, int, int], inputs: int, normed: int) -> float:
-    """What a trained Llama layer keeps of a token: the inputs of its products (under autocast each product has a copy of
-    its own), queries, keys, values, attention's output twice, two residuals in float32, and four of the MLP's width.
+    """What a trained Llama layer keeps of a token: the inputs of its products (under autocast each product has a copy
+    of its own), queries, keys, values, attention's output twice, two residuals in float32, and four of the MLP's width.
 
     Args:
         shape: :func:`widths`.
@@ -133,7 +133,9 @@ def medusa(config: MedusaConfig, target: Any, micro: Micro, given: bool) -> Kept
     d, n, narrow = config.hidden_size, micro.tokens, micro.product < SINGLE
     block = (micro.product if narrow else 0) + micro.product + SINGLE
     heads = config.num_draft_heads * d * (config.num_layers * block + micro.product)
-    hidden = d * (2 * micro.target + (SINGLE if micro.target < SINGLE else 0))  # as it is, the labelled ones, as float32
+    hidden = d * (
+        2 * micro.target + (SINGLE if micro.target < SINGLE else 0)
+    )  # all, the labelled ones, those in float32
     own = config.outputs * d if config.projection == "own" else 0
     chunks = micro.logits(config.outputs) * (SINGLE + (micro.product if narrow else 0))
     weights = config.num_draft_heads * config.num_layers * d * d + own  # the copy of one LM head at a time

@@ -84,9 +84,7 @@ def row_batches(
         yield rows, tokens[rows, :length], supervised[rows, :length] & own
 
 
-def in_batches(
-    ranks_of: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, supervised: Tensor, *share: int
-) -> Tensor:
+def in_batches(ranks_of: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, supervised: Tensor, *share: int) -> Tensor:
     """Ranks ``[S, T, …]`` int64 of all rows from a function that gives those of a batch, ``ranks_of(tokens,
     supervised)``; −1 at rows of other processes. ``share``: as :func:`row_batches` takes it."""
     ranks = None

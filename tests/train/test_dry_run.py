@@ -161,16 +161,27 @@ def test_lm(run_main, tmp_path):
 
 
 def stage_of(sequences=2, accumulate=2, **optim) -> Stage:
-    return Stage(name="x", steps=10, batch={"sequences": sequences, "accumulate": accumulate}, optim={"lr": 1e-3, **optim})
+    return Stage(
+        name="x", steps=10, batch={"sequences": sequences, "accumulate": accumulate}, optim={"lr": 1e-3, **optim}
+    )
 
 
 def test_the_plan_is_arithmetic():
     """Weights, gradients and moments, buckets where there are several processes, what is spread, and what a micro-batch
     takes."""
-    plan = dry_run.Plan(stage_of(), 4096, 100_000_000, 7_000_000_000, frozen_bytes=2.0, kept=lambda m: Kept(m.tokens, 5, 7))
+    plan = dry_run.Plan(
+        stage_of(), 4096, 100_000_000, 7_000_000_000, frozen_bytes=2.0, kept=lambda m: Kept(m.tokens, 5, 7)
+    )
     assert plan.operations == 2 * 4096 * 6 * 1e8, "without the target's shape"
     one, eight = Machine("", 1), Machine("", 2)
-    wanted = {"target": 14e9, "trained": 1.6e9, "buckets": 0, "LM heads' gradients": 7, "teacher": 5, "activations": 4096}
+    wanted = {
+        "target": 14e9,
+        "trained": 1.6e9,
+        "buckets": 0,
+        "LM heads' gradients": 7,
+        "teacher": 5,
+        "activations": 4096,
+    }
     assert plan.parts(one) == wanted and plan.memory == sum(wanted.values())
     whole = dataclasses.replace(plan, stage=stage_of(2, 1))
     assert whole.parts(one)["activations"] == 0, "gradients, which one micro-batch has later, are more"
@@ -207,7 +218,10 @@ def test_time_is_products_and_what_else_reads_and_writes():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--dry-run", "--as", "h999"], "--as h999: known are h200, h100, a100, l40s, rtx4090, l4, and several as h200x8"),
+        (
+            ["--dry-run", "--as", "h999"],
+            "--as h999: known are h200, h100, a100, l40s, rtx4090, l4, and several as h200x8",
+        ),
         (["--dry-run", "--as", "h100x3"], "batch.sequences=16 is not a multiple of processes"),
         (["--as", "h100"], "--as h100: it is for --dry-run"),
     ],
@@ -218,12 +232,14 @@ def test_gpus_that_cannot_be_computed_for(refused, tmp_path, options, message):
 
 
 def test_as_other_gpus(run_main, tmp_path):
-    """The sizes are those of the family's default, since the target is not here; the tiny form trains on this machine."""
+    """The sizes are those of the family's default, since the target is not here; the tiny form trains here."""
     options = ["--dry-run", "--as", "h100x4", f"run.output_dir={tmp_path}", "stages.0.batch.accumulate=4"]
     code, out, err = run_main(eagle.main, ROOT / "recipes/llama3-8b-eagle3.yaml", *options, "cache_hidden=disk")
     said = " ".join(out.split())
     assert code == 0, err
-    assert "on 4 × H100, if products reach 60% of the data sheet's peak" in said and "4 processes share the work" in said
+    assert (
+        "on 4 × H100, if products reach 60% of the data sheet's peak" in said and "4 processes share the work" in said
+    )
     assert "hidden states take 32.8 kB a token" in said and "buckets" in said
     assert "the tiny form of this recipe trained" in said
 

@@ -18,6 +18,7 @@ from draftsmith.data import packing
 from draftsmith.inference import calibrate, decode
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.tree_statistics import row_batches
 from draftsmith.models import export
 from draftsmith.models.adapter import add_lora, merge_adapter, switched_off, untie, write_adapter
 from draftsmith.models.medusa import MedusaHeads

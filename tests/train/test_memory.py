@@ -106,12 +106,22 @@ H100 = Machine.named("h100")
 
 @pytest.mark.parametrize("joint, measured", [(False, 28e9), (True, 32e9)])
 def test_medusa_at_7b_on_an_h200(tmp_path, joint, measured):
-    """What ``benchmarks/train_step.py`` of Llama-2-7B's shape took: 4 × 2,048 tokens at once, five heads with LM heads of
-    their own, the second stage with gradient checkpointing (benchmarks/log/2026-11-26.md, in whole GB)."""
+    """What ``benchmarks/train_step.py`` of Llama-2-7B's shape took: 4 × 2,048 tokens at once, five heads with LM heads
+    of their own, the second stage with gradient checkpointing (benchmarks/log/2026-11-26.md, in whole GB)."""
     config_of("llama2-7b").save_pretrained(tmp_path)
-    stage = {"name": "s", "steps": 1, "batch": {"sequences": 4}, "optim": {"lr": 1e-3}, **({"joint": {}} if joint else {})}
+    stage = {
+        "name": "s",
+        "steps": 1,
+        "batch": {"sequences": 4},
+        "optim": {"lr": 1e-3},
+        **({"joint": {}} if joint else {}),
+    }
     content = write_recipe(tmp_path, tmp_path, {"num_draft_heads": 5}, [stage], data=TEXT | {"max_length": 2048})
-    set_to = ["target.dtype=bfloat16", "precision.autocast=bfloat16", f"precision.gradient_checkpointing={joint}".lower()]
+    set_to = [
+        "target.dtype=bfloat16",
+        "precision.autocast=bfloat16",
+        f"precision.gradient_checkpointing={joint}".lower(),
+    ]
     (plan,) = medusa.plans(read_recipe(content, medusa.SCRIPT.recipe, set_to))
     assert sum(plan.parts(H100).values()) == pytest.approx(measured, rel=NEAR)
 
