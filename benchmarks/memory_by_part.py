@@ -47,7 +47,7 @@ TARGETS: dict[str, tuple[PreTrainedConfig, int]] = {  # and the length of a row
     "Qwen3-30B-A3B": (
         Qwen3MoeConfig(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
                        num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-                       head_dim=128, vocab_size=151936, tie_word_embeddings=False),
+                       head_dim=128, vocab_size=151936, tie_word_embeddings=False),  # pyright: ignore[reportCallIssue]
         2048,
     ),
     "Llama-3.3-70B": (

@@ -97,7 +97,7 @@ def in_batches(ranks_of: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, sup
     return ranks
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor) -> Tensor:
     """The rank that each Medusa head gives to the true token: ``[B, T, K]`` int64, at position t head k's rank of
     x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
@@ -114,7 +114,7 @@ def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: T
     return ranks
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
     drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
@@ -134,7 +134,7 @@ def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor
     return ranks
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def next_token_ranks(model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None) -> Tensor:
     """The rank that a causal LM of the target's vocabulary gives to each token of the answers, after the true ones
     before it: ``[B, T]`` int64, ``MAX_RANK`` if it is not among the best (nor among the ``draft_vocab [D]`` int64,
