@@ -42,7 +42,6 @@ def test_decode(run_decode, report_of, drafter, prompts, asked, decoder):
 def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeypatch):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
     monkeypatch.setattr(tree_search, "SIZES", (2, 4))
-    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 8)
     common = "--decoder transformers --device cpu"
 
     def run(main, line):
