@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from memory import peak_of
+from allocations import peak_of
 from tiny_models import noisy_heads
 from training_runs import Runs, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM

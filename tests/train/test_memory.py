@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from memory import peak_of
+from allocations import peak_of
 from training_runs import Runs, write_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
