@@ -68,7 +68,7 @@ def plan_of(config: PreTrainedConfig, length: int, rows: int, processes: int) ->
     stage = Stage(steps=1, batch=batch, optim=Optim(lr=1e-4))
     shape = TargetShape(frozen, frozen, config.hidden_size, config.vocab_size, 0, config)
     kept = partial(memory.eagle, made, config, steps=STEPS, given=False)
-    return Plan(stage, length, trained, frozen, shape, 2.0, kept, packed=True)
+    return Plan(stage, length, trained, frozen, shape, 2.0, kept, packed=True, blocks=True)
 
 
 def main() -> None:

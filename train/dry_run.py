@@ -113,6 +113,7 @@ class Plan:
     scores: scores of a token that exist in float32, by the length of a row.
     logits: of a token, in all losses.
     features: numbers of a token that ``cache_hidden`` keeps.
+    blocks: of :class:`Micro`.
     """
 
     stage: Stage
@@ -133,6 +134,7 @@ class Plan:
     scores: int = 0
     logits: int = 0
     features: int = 0
+    blocks: bool = False
 
     @classmethod
     def of(cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, **costs: Any) -> "Plan":
@@ -140,7 +142,7 @@ class Plan:
         t, data = recipe.target, recipe.data
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
         costs |= {"packed": data.packing, "autocast": recipe.precision.autocast == "bfloat16"}
-        costs |= {"target_bytes": 4 if t.dtype == "float32" else 2}
+        costs |= {"target_bytes": 4 if t.dtype == "float32" else 2, "blocks": t.attention != "sdpa"}
         return cls(stage, data.max_length, trained, shape.parameters, shape, held, **costs)
 
     @property
@@ -155,7 +157,8 @@ class Plan:
     def micro(self, machine: Machine) -> Micro:
         """A process's micro-batch."""
         rows = micro_batch(self.stage, machine.processes)
-        return Micro(rows, self.length, self.packed, 2 if self.autocast else 4, self.target_bytes, machine.cuda)
+        product = 2 if self.autocast else 4
+        return Micro(rows, self.length, self.packed, product, self.target_bytes, machine.cuda, self.blocks)
 
     def parts(self, machine: Machine) -> dict[str, float]:
         """Bytes of a process, by part. Where a step has one micro-batch, its gradients take the place of activations,
@@ -205,7 +208,8 @@ class Plan:
         own = self.positions / machine.processes
         micro = self.micro(machine)
         kept = self.kept(micro).activations / micro.tokens
-        by_token = LOGIT_TRAFFIC * self.logits + SCORE_TRAFFIC * self.scores * self.length + KEPT_TRAFFIC * kept
+        scores = 0 if self.blocks else SCORE_TRAFFIC * self.scores * self.length
+        by_token = LOGIT_TRAFFIC * self.logits + scores + KEPT_TRAFFIC * kept
         return own * by_token + STEP_TRAFFIC * self.trained
 
     def seconds(self, machine: Machine, rate: float | None = None) -> float:

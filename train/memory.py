@@ -11,8 +11,9 @@ vocabulary, K heads or unrolled steps.
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.models.eagle import SCORES, EagleConfig
+from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.medusa import MedusaConfig
+from draftsmith.models.unrolled import SCORES
 from draftsmith.train.losses import LOGITS
 
 SINGLE = 4  # bytes of a float32
@@ -23,7 +24,8 @@ class Micro:
     """A micro-batch on a device.
 
     rows, length: of tokens.
-    packed: several samples share a row, so that attention has masks of every two of its tokens.
+    packed: several samples share a row.
+    blocks: attention is FlexAttention's, on a GPU; else it has masks of every two tokens of a packed row, or scores.
     product: bytes of a number in products of what trains: 2 under bfloat16 autocast, else 4.
     target: bytes of a number in the target's pass.
     cuda: it runs on a GPU.
@@ -35,6 +37,12 @@ class Micro:
     product: int = 2
     target: int = 2
     cuda: bool = True
+    blocks: bool = False
+
+    @property
+    def masks(self) -> int:
+        """Pairs of tokens that attention has a mask of."""
+        return self.rows * self.length**2 if self.packed and not (self.cuda and self.blocks) else 0
 
     @property
     def tokens(self) -> int:
@@ -76,8 +84,7 @@ def target_pass(config: Any, micro: Micro) -> float:
     d, queries, keys, wide = widths(config)
     repeated = 2 * queries if micro.packed else 2 * keys
     token = max(2 * d + 3 * wide, 2 * d + 4 * queries + 2 * keys + repeated)
-    masks = micro.rows * micro.length**2 * (1 + micro.target) if micro.packed else 0  # bool, and as scores' summand
-    return micro.target * micro.tokens * token + masks
+    return micro.target * micro.tokens * token + micro.masks * (1 + micro.target)  # bool, and as scores' summand
 
 
 def layer(micro: Micro, shape: tuple[int, int, int, int], inputs: int, normed: int) -> float:
@@ -101,8 +108,13 @@ def layer_weights(shape: tuple[int, int, int, int], inputs: int) -> int:
     return inputs * (queries + 2 * keys) + queries * d + 3 * d * wide
 
 
-def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: bool) -> Kept:
-    """An EAGLE drafter of K = ``steps`` unrolled steps; ``given``: its features are kept from an earlier pass."""
+def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: bool, recomputed: bool = False) -> Kept:
+    """An EAGLE drafter of K = ``steps`` unrolled steps.
+
+    Args:
+        given: its features are kept from an earlier pass.
+        recomputed: of each step the input and the keys are kept alone (gradient checkpointing), of one all.
+    """
     d, n, narrow = config.hidden_size, micro.tokens, micro.product < SINGLE
     head = config.head_dim
     shape = d, config.num_attention_heads * head, config.num_key_value_heads * head, config.intermediate_size
@@ -112,18 +124,24 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: boo
     normed = 0 if micro.cuda else 3 if version_3 else 1  # in place of frozen embeddings, their normed form
     fused = read * micro.product + SINGLE * d if version_3 else 2 * d * (micro.product + (SINGLE if narrow else 0))
     step = layer(micro, shape, 2 * d if version_3 else d, normed)
-    # Embeddings, rotary angles, softmax's denominators, and the gradient at what the LM head reads.
-    step += SINGLE * (d + 2 * head + config.num_attention_heads) + micro.product * d
+    # Embeddings, rotary angles, softmax's denominators.
+    step += SINGLE * (d + 2 * head + config.num_attention_heads)
+    # What the LM head reads, by step and joined, as its product reads it, and the gradient there.
+    read_out = 2 * SINGLE * d + micro.product * d * (2 if narrow else 1)
     if narrow:  # keys in float32; each step has its own copies of the first one's and of those since
         step += shape[2] * (SINGLE + micro.product * (steps - 1) / 2)
     inputs = config.feature_size * len(config.captured_layers) or 2 * d
     weights = inputs * d + layer_weights(shape, 2 * d if version_3 else d)
-    scores = min(SCORES[micro.device], micro.rows * config.num_attention_heads * micro.length**2)
+    blocks = micro.cuda and micro.blocks
+    if blocks:  # values of the steps since the first one, repeated for groups
+        step += micro.product * shape[1] * (steps - 1) / 2
+    scores = 0 if blocks else min(SCORES[micro.device], micro.rows * config.num_attention_heads * micro.length**2)
     chunks = max(micro.logits(config.outputs) * (2 * SINGLE + 2 * micro.product), 3 * SINGLE * scores)
     teacher = n * (SINGLE * config.outputs + micro.target * config.feature_size)
-    kept = n * (fused + steps * step) + chunks + (micro.product * weights if narrow else 0)
+    layers = step + (steps - 1) * (SINGLE * (d + shape[2]) + micro.product * shape[2]) if recomputed else steps * step
+    kept = n * (fused + layers + steps * read_out) + chunks + (micro.product * weights if narrow else 0)
     run = 0.0 if given else target_pass(target, micro)
-    heads = steps * SINGLE * config.outputs * d if config.projection == "own" else 0
+    heads = SINGLE * config.outputs * d if config.projection == "own" else 0  # one for all steps
     return Kept(features + max(kept, run - teacher), teacher, heads)
 
 
@@ -152,7 +170,7 @@ def language_model(config: Any, micro: Micro, losses: int, trains_head: bool, ou
     kept += SINGLE * d * 4 + losses * d * (micro.product + SINGLE)  # embeddings, the last norm, what the losses read
     chunks = micro.logits(outputs) * (SINGLE + (micro.product if narrow else 0))
     chunks += micro.product * config.num_hidden_layers * layer_weights(shape, d) if narrow else 0
-    masks = micro.rows * micro.length**2 * (1 + micro.product) if micro.packed else 0
+    masks = micro.masks * (1 + micro.product)
     heads = losses * SINGLE * int(config.vocab_size) * d if trains_head else 0
     return Kept(micro.tokens * kept + chunks + masks, heads=heads)
 

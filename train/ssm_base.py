@@ -32,7 +32,7 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
     """What each round costs."""
     d, shape = recipe.drafter, target_shape(recipe.target)
     size = d.draft_vocab_size or shape.vocab_size
-    costs: dict[str, Any] = {"passes": 1 if d.loss == "kl" else 0, "logits": size}  # passes through the target
+    costs: dict[str, Any] = {"passes": 0 if d.loss == "ce" else 1, "logits": size}  # passes through the target
     if d.layers:
         config = config_of_layers(shape.config, d.layers)
         trained, costs["copied"] = size_of_layers(shape.config, d.layers)
