@@ -19,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure import report as reporting
 from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.measure.timing import accepted_interval, run_rounds
-from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks, simulate
+from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks, in_batches, simulate
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
@@ -117,7 +118,7 @@ def measure(folder: Path, prompts: Path, max_new_tokens: int, rounds: int) -> di
     heads = MedusaHeads.from_artifact(config, weights, str(folder)).to(DEVICE)
     target = target_of(folder, config, load_target(config["target"]["name_or_path"], device=DEVICE.type))
     kept = load_file(folder / "held_out" / "model.safetensors")
-    ranks = head_ranks(target, heads, kept["tokens"], kept["supervised"])
+    ranks = in_batches(partial(head_ranks, target, heads), kept["tokens"], kept["supervised"])
     tree = best_tree(ranks, SIMULATED_NODES)
     write_json(folder / "tree.json", {"paths": [list(path) for path in tree.paths]})
     drafted = SpeculativeDecoder(target, MedusaDrafter(heads, tree, target))

@@ -300,10 +300,12 @@ def recipe_parser(
     resume: str = "go on from the newest checkpoint",
     restart: str = "begin anew, deleting earlier checkpoints of this run",
     dry_run: str = "print what it would cost; train nothing",
+    machine: bool = True,
 ) -> argparse.ArgumentParser:
     """The command line of a command that reads a recipe.
     ``recipe``, ``override``: examples.
-    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags. If ``tiny`` is None, they are not added."""
+    ``tiny``, ``resume``, ``restart``, ``dry_run``: help of these flags. If ``tiny`` is None, they are not added.
+    ``machine``: whether --dry-run computes what it would cost on GPUs that --as names."""
     parser = CommandLine(description)
     parser.add_argument("recipe", help=f"a YAML file, for example {recipe}")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help=f"for example {override}")
@@ -313,6 +315,13 @@ def recipe_parser(
         parser.add_argument(
             "--verbose", action="store_true", help="with --dry-run: the whole recipe, with its defaults"
         )
+        if machine:
+            parser.add_argument(
+                "--as",
+                dest="machine",
+                metavar="GPUS",
+                help="with --dry-run: on these, not here: h100, h100x8, a100x4, …",
+            )
     return parser
 
 

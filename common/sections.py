@@ -95,14 +95,15 @@ class TargetSection(Section):
 
 
 class Answers(Section):
-    """Training on the target's own continuations of prompts that are cut from a source."""
+    """The target's own greedy answers in place of a source's text: continuations of prompts that are cut from stdlib or
+    a package, or answers to the conversations of a file or data set, to be held out."""
 
     tiny: ClassVar[dict[str, Any]] = {"prompts": 8, "prompt_tokens": 16, "new_tokens": 16, "batch_size": 8}
 
-    prompts: int = Field(gt=0, le=10_000_000)
-    prompt_tokens: Tokens = 64
-    new_tokens: Tokens = 128
-    batch_size: Sequences = 64
+    prompts: int = Field(gt=0, le=10_000_000, description="how many; of a file or data set the first conversations")
+    prompt_tokens: Tokens = Field(default=64, description="of a prompt: exactly, or of a conversation's at most")
+    new_tokens: Tokens = Field(default=128, description="of an answer, at most")
+    batch_size: Sequences = Field(default=64, description="answered at once")
 
 
 LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
@@ -134,7 +135,9 @@ class Source(Section):
     streaming: bool = Field(
         default=False, description="files and Hub data sets: read while training, for what is too large to keep"
     )
-    answers: Answers | None = None
+    answers: Answers | None = Field(
+        default=None, description="the target's own greedy answers, made when data is read and kept in the run's folder"
+    )
 
     @property
     def installed(self) -> bool:
@@ -182,9 +185,8 @@ class Source(Section):
             raise ValueError(
                 f"source {self.source!r}: a stream has no part {self.split!r}; drop 'streaming' or the part"
             )
-        for name in ("answers", "form"):
-            if getattr(self, name) not in (None, "text"):
-                raise ValueError(f"source {self.source!r}: '{name}' is for stdlib and package:NAME")
+        if self.form != "text":
+            raise ValueError(f"source {self.source!r}: 'form' is for stdlib and package:NAME")
         return self
 
 
@@ -216,6 +218,12 @@ class Data(Section):
         for source in self.validation:
             if source.streaming and source.limit is None:
                 raise ValueError(f"validation source {source.source!r} is streamed; set 'limit' to its number of rows")
+        for source in self.train:
+            if source.answers and not source.installed:
+                raise ValueError(
+                    f"training source {source.source!r}: 'answers' is for stdlib and package:NAME, and for held-out "
+                    "conversations; to train on the target's own, let train/distill.py write them"
+                )
         for source in [*self.train, *self.validation]:
             answers = source.answers
             if answers is not None and answers.prompt_tokens + answers.new_tokens > self.max_length:

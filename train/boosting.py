@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.common.files import read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows, Tokenized
-from draftsmith.inference.measure.tree_statistics import next_token_ranks
+from draftsmith.inference.measure.tree_statistics import AT_ONCE, next_token_ranks
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.launch import console
@@ -23,23 +23,28 @@ from draftsmith.train.run import Run
 from draftsmith.train.sections.ssm import Boost
 
 MARKS = "marks"  # folder of a run: which labels each round trains on
-BATCH = 16  # samples of a forward pass
 
 
-def greedy_ranks(model: Target, samples: Tokenized, draft_vocab: Tensor | None, what: str) -> np.ndarray:
-    """The rank that a model gives to each token, ``[tokens of all samples]`` int64 as :func:`next_token_ranks`."""
+def greedy_ranks(
+    model: Target, samples: Tokenized, draft_vocab: Tensor | None, what: str, at_once: int = AT_ONCE
+) -> np.ndarray:
+    """The rank that a model gives to each token, ``[tokens of all samples]`` int64 as :func:`next_token_ranks`;
+    ``at_once``: tokens of a forward pass, if it has several samples."""
     ranks = np.full(len(samples.tokens), -1, np.int64)
     sizes = np.diff(samples.starts)
-    rows, order = Rows(samples, int(sizes.max()), share=False), np.argsort(sizes, kind="stable")  # little padding
+    rows, order = Rows(samples, int(sizes.max()), share=False), np.argsort(-sizes, kind="stable")  # little padding
+    begin = 0
     with ProgressBar(what, len(order), console) as bar, torch.autocast(model.device.type, enabled=False):
-        for begin in range(0, len(order), BATCH):
-            numbers = order[begin : begin + BATCH].tolist()
-            batch = rows.batch(numbers, int(sizes[numbers].max()))
-            found = next_token_ranks(model, batch["tokens"], batch["supervised"], draft_vocab, BATCH)
+        while begin < len(order):
+            length = int(sizes[order[begin]])
+            numbers = order[begin : begin + max(1, at_once // length)].tolist()
+            batch = rows.batch(numbers, length)
+            found = next_token_ranks(model, batch["tokens"], batch["supervised"], draft_vocab)
             for row, number in zip(found.numpy(), numbers, strict=True):
                 part = slice(*samples.starts[number : number + 2])
                 ranks[part] = row[: part.stop - part.start]
-            bar(min(begin + BATCH, len(order)))
+            begin += len(numbers)
+            bar(begin)
     return ranks
 
 
@@ -115,7 +120,8 @@ def rows_of_round(
             for place, (part, labels) in enumerate(zip(rows, given, strict=True)):
                 samples, remaining = subset(part.samples, labels), labels.copy()
                 for index, model in enumerate(models if len(samples) else ()):
-                    ranks = greedy_ranks(model, samples, draft_vocab, f"which of {len(samples):,} ssm-{index} matches")
+                    what = f"which of {len(samples):,} ssm-{index} matches"
+                    ranks = greedy_ranks(model, samples, draft_vocab, what, run.at_once)
                     kept = unmatched(ranks, samples, boost.unit, boost.tokens)
                     remaining[labels] &= kept[samples.supervised]
                 left[str(place)] = torch.from_numpy(remaining)

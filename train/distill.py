@@ -30,6 +30,7 @@ PARSER = recipe_parser(
     resume="go on where it stopped; it does so anyway",
     restart="begin anew, deleting this run's answers",
     dry_run="show what would be sent; send and write nothing",
+    machine=False,
 )
 RECIPE = before_imports(PARSER, reader("distill")) if __name__ == "__main__" else None
 

@@ -1,6 +1,6 @@
-"""``--dry-run``: what a recipe would do, before it does it: sizes, memory, time per step, with ``--verbose`` all
-fields. Then the same recipe's tiny form runs through the real command, is decoded and deleted, so that nothing fails
-for the first time after a day."""
+"""``--dry-run``: what a recipe would do, before it does it: sizes, memory by part, time per step, here or on the GPUs
+that ``--as`` names, with ``--verbose`` all fields. Then the same recipe's tiny form runs through the real command, is
+decoded and deleted, so that nothing fails for the first time after a day."""
 
 import itertools
 import math
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe, Optim, R, Source, Stage, TargetSection, TrainingRecipe
+from draftsmith.common.sections import DrafterRecipe, R, Source, Stage, TargetSection, TrainingRecipe
 from draftsmith.data import sources
 from draftsmith.data.formats import read_sample
 from draftsmith.data.rows import Skipped, rows, usable
+from draftsmith.data.seeds import read_seed
 from draftsmith.data.tokenized import check, encoded, template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
@@ -31,33 +32,30 @@ from draftsmith.models.files.locate import locate
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.sizes import BYTES
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train import sharded
 from draftsmith.train.launch import with_micro, with_precision
-from draftsmith.train.losses import LOGITS
+from draftsmith.train.loop import micro_batch
+from draftsmith.train.machine import BANDWIDTH, GPUS, PRODUCTS, Machine
+from draftsmith.train.memory import Kept, Micro, widths
 
 console = make_console()
 HEAD = 200  # rows of a source that are looked at
-# TFLOP/s of bfloat16 without sparsity and GB of memory, by NVIDIA's data sheets.
-GPUS = {
-    "H200": (989, 141),
-    "H100": (989, 80),
-    "A100": (312, 80),
-    "L40S": (362, 48),
-    "RTX 4090": (165, 24),
-    "L4": (121, 24),
-}
-REACHED = 0.4  # share of it that training is taken to reach
+SCORE_TRAFFIC = 108  # bytes that attention without a kernel reads and writes for each score: 27 passes in float32
+LOGIT_TRAFFIC = 50  # bytes that a loss reads and writes for each logit: about nine passes in float32, four in bfloat16
+STEP_TRAFFIC = 28  # of AdamW for each trained parameter: it reads four numbers and writes three
+KEPT_TRAFFIC = 4  # times that a kept activation is written or read
 
 
 @dataclass(frozen=True)
 class TargetShape:
     """Sizes of a target, by its config alone.
 
+    active: parameters that a token is multiplied with; of a mixture of experts those of its experts.
     rank: parameters of an adapter of rank 1 on the named layers.
     config: its text config.
     """
 
     parameters: int
+    active: int
     hidden_size: int
     vocab_size: int
     rank: int
@@ -89,53 +87,134 @@ def target_shape(target: TargetSection, adapted: Sequence[str] = ()) -> TargetSh
     vocab_size, width = model.get_output_embeddings().weight.shape
     layers = [layer for name, layer in model.named_modules() if name.rpartition(".")[2] in adapted]
     rank = sum(sum(layer.weight.shape) for layer in layers if isinstance(layer, torch.nn.Linear))
-    parameters = sum(p.numel() for p in model.parameters())
-    return TargetShape(parameters, width, vocab_size, rank, config.get_text_config())
+    parameters, text = sum(p.numel() for p in model.parameters()), config.get_text_config()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    idle = int(experts * (1 - (getattr(text, "num_experts_per_tok", None) or count) / count))
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    idle += embeddings.numel() if embeddings is not head else 0  # looked up
+    return TargetShape(parameters, parameters - idle, width, vocab_size, rank, text)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one stage costs. ``frozen`` and ``trained`` parameters, labels' ``positions`` per step; ``projected``: how
-    many of the frozen ones heads multiply with once more (a shared projection), in all; ``copied``: how many are held
-    twice (the LM head's rows of a draft vocabulary); ``unrolled``: passes through what trains."""
+    """What one stage costs.
 
-    name: str
-    frozen: int
+    length: tokens of a row, each of which counts as a label.
+    trained, frozen: numbers of parameters; shape: of the frozen target.
+    frozen_bytes: of a frozen parameter.
+    kept: what a micro-batch takes besides.
+    packed, autocast, target_bytes: of :class:`Micro`.
+    projected: how many of the frozen parameters heads multiply with once more (a shared projection), in all.
+    passes: through what is frozen: forward (not with kept hidden states), teacher, backward to adapters.
+    copied: how many frozen parameters are held twice (the LM head's rows of a draft vocabulary).
+    unrolled: passes through what trains.
+    attended: width of the queries of what trains, times its passes, for products with all keys of a row.
+    scores: scores of a token that exist in float32, by the length of a row.
+    logits: of a token, in all losses.
+    features: numbers of a token that ``cache_hidden`` keeps.
+    blocks: of :class:`Micro`.
+    """
+
+    stage: Stage
+    length: int
     trained: int
-    frozen_bytes: float  # per parameter
-    optim: Optim
-    steps: int | None
-    positions: int
+    frozen: int = 0
+    shape: TargetShape | None = None
+    frozen_bytes: float = 0.0
+    kept: Callable[[Micro], Kept] = lambda micro: Kept(0.0)
+    packed: bool = False
+    autocast: bool = True
+    target_bytes: int = 2
     projected: int = 0
-    passes: int = 1  # through what is frozen: forward (not with kept hidden states), teacher, backward to adapters
+    passes: int = 1
     copied: int = 0
     unrolled: int = 1
-    epochs: float | None = None  # in place of steps, whose number the rows will say
+    attended: float = 0.0
+    scores: int = 0
+    logits: int = 0
+    features: int = 0
+    blocks: bool = False
 
     @classmethod
-    def of(cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, **costs: int) -> "Plan":
-        """A stage beside a frozen target; ``costs``: projected, passes, copied, unrolled. Under ZeRO-3 and FSDP a
-        process holds its part of all but the LM head."""
-        t = recipe.target
+    def of(cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, **costs: Any) -> "Plan":
+        """A stage beside a frozen target; ``costs``: the fields from ``kept`` on."""
+        t, data = recipe.target, recipe.data
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
-        if sharded.spreads():
-            whole = shape.hidden_size * shape.vocab_size / shape.parameters
-            held *= whole + (1 - whole) / PartialState().num_processes
-        positions = stage.batch.sequences * recipe.data.max_length
-        sizes = (held, stage.optim, stage.steps, positions)
-        return cls(stage.name, shape.parameters, trained, *sizes, epochs=stage.epochs, **costs)
+        costs |= {"packed": data.packing, "autocast": recipe.precision.autocast == "bfloat16"}
+        costs |= {"target_bytes": 4 if t.dtype == "float32" else 2, "blocks": t.attention != "sdpa"}
+        return cls(stage, data.max_length, trained, shape.parameters, shape, held, **costs)
+
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a step, over all processes."""
+        return self.stage.batch.sequences * self.length
+
+    def micro(self, machine: Machine) -> Micro:
+        """A process's micro-batch."""
+        rows = micro_batch(self.stage, machine.processes)
+        product = 2 if self.autocast else 4
+        return Micro(rows, self.length, self.packed, product, self.target_bytes, machine.cuda, self.blocks)
+
+    def parts(self, machine: Machine) -> dict[str, float]:
+        """Bytes of a process, by part. Where a step has one micro-batch, its gradients take the place of activations,
+        which are counted less by as much."""
+        kept, count = self.kept(self.micro(machine)), machine.processes
+        held = float(self.frozen)
+        if machine.spread and self.shape is not None:  # the LM head is whole, for FSDP the embeddings too
+            config, matrix = self.shape.config, self.shape.hidden_size * self.shape.vocab_size
+            whole = matrix * (2 if machine.strategy == "fsdp" and not config.tie_word_embeddings else 1)
+            layers = self.frozen - whole
+            held = whole + layers / count + 2 * layers / config.num_hidden_layers  # one runs, the next one is fetched
+        moments = 2.0 if self.stage.optim.eight_bit else 8.0  # Muon has 4 for matrices, AdamW does the rest
+        gradients = 4.0 * self.trained
+        state = 4.0 * self.trained + gradients + moments * self.trained
+        if machine.strategy == "zero2":  # its own float32 weights, gradients and moments are spread
+            state = 4.0 * self.trained + (state / count)
+        once = self.stage.batch.sequences == count * self.micro(machine).rows
+        activations = max(0.0, kept.activations - gradients) if once else kept.activations
+        return {
+            "target": (held + self.copied) * self.frozen_bytes,
+            "trained": state,
+            "buckets": gradients if count > 1 else 0.0,
+            "LM heads' gradients": kept.heads,
+            "teacher": kept.teacher,
+            "activations": activations,
+        }
 
     @property
     def memory(self) -> float:
-        """Bytes: weights, gradients and moments, and the logits that are alive at a time; no activations."""
-        moments = 2.0 if self.optim.eight_bit else 8.0  # Muon has 4 for matrices, AdamW does the rest
-        return (self.frozen + self.copied) * self.frozen_bytes + self.trained * (8 + moments) + 6.0 * LOGITS["cuda"]
+        """Bytes of a process of this launch."""
+        return sum(self.parts(Machine.here()).values())
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of a step: passes through what is frozen, forward and backward of the rest."""
-        frozen = self.frozen * self.passes + 2 * self.projected  # forward, and backward to the heads
-        return self.positions * (2.0 * frozen + 6.0 * self.trained * self.unrolled)
+        """Floating-point operations of products in a step, over all processes: passes through what is frozen, forward
+        and backward of the rest, attention to all keys of a row, or to half of them where no mask is made."""
+        active = (self.shape.active if self.shape else 0) * self.passes + 2 * self.projected  # 2: and backward
+        attended = self.attended * 4.0 * self.length
+        if self.shape:
+            _, queries, _, _ = widths(self.shape.config)
+            layers = int(self.shape.config.num_hidden_layers)
+            attended += self.passes * layers * queries * 4.0 * self.length * (1.0 if self.packed else 0.5)
+        return self.positions * (2.0 * active + 6.0 * self.trained * self.unrolled + attended)
+
+    def traffic(self, machine: Machine) -> float:
+        """Bytes that a process's operations beside products read and write in a step."""
+        own = self.positions / machine.processes
+        micro = self.micro(machine)
+        kept = self.kept(micro).activations / micro.tokens
+        scores = 0 if self.blocks else SCORE_TRAFFIC * self.scores * self.length
+        by_token = LOGIT_TRAFFIC * self.logits + scores + KEPT_TRAFFIC * kept
+        return own * by_token + STEP_TRAFFIC * self.trained
+
+    def seconds(self, machine: Machine, rate: float | None = None) -> float:
+        """Of a step; ``rate``: of products, as :meth:`Machine.seconds` takes it."""
+        return machine.seconds(self.operations / machine.processes, self.traffic(machine), rate)
 
 
 def delete(folder: Path, above: Sequence[Path]) -> None:
@@ -171,9 +250,9 @@ def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
         elif head := _head_of(source):
             placed, more = head
             of = 0 if more == 0 else 1000 * HEAD  # a part says nothing of the share of all
-            if tokenizer is None:
+            if tokenizer is None or source.answers:
                 skipped, size = Skipped(), 1.0
-                found = len(list(usable(placed, read_sample, skipped)))
+                found = len(list(usable(placed, read_seed if source.answers else read_sample, skipped)))
                 skipped.check(source.source, data.max_skipped, of if found else 0)
             else:
                 samples = encoded(placed, source, data, tokenizer, template)
@@ -205,12 +284,42 @@ def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
     return head, None if hub else sum(1 for _ in stream)
 
 
-def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, verbose: bool = False) -> None:
-    """Print the table of a recipe's stages, for each process; with ``verbose`` the resolved recipe before it."""
+def on_gpus(recipe: R) -> R:
+    """The recipe with what ``precision.autocast: auto`` and ``target.dtype: auto`` are on a GPU, for a target that is
+    stored in bfloat16."""
+    update: dict[str, Any] = {}
+    if recipe.precision.autocast == "auto":
+        update["precision"] = recipe.precision.model_copy(update={"autocast": "bfloat16"})
+    target = getattr(recipe, "target", None)  # not every recipe has one
+    if target is not None and target.dtype == "auto":
+        update["target"] = target.model_copy(update={"dtype": "bfloat16"})
+    return recipe.model_copy(update=update)
+
+
+def show(
+    recipe: R,
+    plans: Callable[[R], list[Plan]],
+    accelerator: Accelerator,
+    verbose: bool = False,
+    asked: str | None = None,
+) -> None:
+    """Print the tables of a recipe's stages, for each process.
+
+    Args:
+        verbose: the resolved recipe first.
+        asked: GPUs to compute for, as :meth:`Machine.named` takes them, in place of this launch's devices.
+
+    Raises:
+        ValueError: no such GPU is known, or a step's sequences cannot be shared out over them.
+    """
     stages, problem, any_dtype = list[Plan](), "", getattr(getattr(recipe, "target", None), "dtype", "") == "auto"
+    machine = Machine.named(asked) if asked else Machine.here()
+    for stage in recipe.stages:
+        micro_batch(stage, machine.processes)
     rows_there, longest = look_at_sources(recipe)
     try:
-        recipe = with_micro(with_precision(recipe, accelerator), plans, accelerator)
+        recipe = on_gpus(recipe) if asked else with_precision(recipe, accelerator)
+        recipe = with_micro(recipe, plans, machine)
         shorter = {"max_length": longest} if longest else {}
         stages = plans(recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)}))
     except (OSError, ValueError) as error:
@@ -222,37 +331,84 @@ def show(recipe: R, plans: Callable[[R], list[Plan]], accelerator: Accelerator, 
     if problem:
         console.print(problem)
         return
-    device, processes = accelerator.device, accelerator.num_processes
-    kept = getattr(recipe, "cache_hidden", "none") != "none"  # not every recipe has it
     half = recipe.precision.autocast == "bfloat16"
-    rate = matmul_rate(device, torch.bfloat16 if half else torch.float32)
-    table = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
-    for plan in stages:
-        seconds = plan.operations / rate / processes
-        whole = f"{plan.epochs:g} epochs" if plan.steps is None else f"{seconds * plan.steps / 3600:,.1f} h"
-        sizes = (f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{plan.memory / 1e9:,.1f} GB")
-        table.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
-    console.print(table)
+    rate = None if asked else matmul_rate(accelerator.device, torch.bfloat16 if half else torch.float32)
+    for table in tables(stages, machine, rate):
+        console.print(table)
     for stage, plan in zip(recipe.stages, stages, strict=True):
-        if rows_there and plan.steps is not None:
+        if rows_there and stage.steps is not None:
             epochs = stage.samples / rows_there
             console.print(f"{plan.name}: {stage.samples:,} rows in all are {epochs:,.1f} epochs of {rows_there:,}")
-    console.print(
-        "Memory: weights, gradients, moments and logits; activations come on top. Time: as if each token of a row were "
-        f"a label, at the {rate / 1e12:,.2f} TFLOP/s that a matrix product reaches on this device ({device})."
-        + (" The pass that keeps the target's hidden states comes before." if kept else "")
-        + (f" {processes} processes share the work; the memory is each one's." if processes > 1 else "")
-    )
-    if stepped := [p for p in stages if p.steps is not None]:
-        held = max((replace(p, frozen_bytes=min(p.frozen_bytes, 2.0)) if any_dtype else p).memory for p in stages) / 1e9
-        hours = sum(plan.operations * (plan.steps or 0) for plan in stepped) / processes / (REACHED * 3600e12)
-        fits = [f"{name} {hours / peak:,.2f} h" for name, (peak, memory) in GPUS.items() if memory > held]
+    console.print(notes(stages, machine, rate))
+    if getattr(recipe, "cache_hidden", "none") != "none":  # not every recipe has it
+        each = stages[0].features * (2 if half else stages[0].target_bytes)
+        rows = f", {rows_there * stages[0].length * each / 1e9:,.1f} GB in all" if rows_there else ""
         console.print(
-            f"In bfloat16, if {REACHED:.0%} of a GPU's peak by its data sheet are reached (an assumption): "
-            + (", ".join(fits) or "none of those that it knows has the memory")
+            f"The target's kept hidden states take {each / 1e3:,.1f} kB a token{rows}; their pass comes before."
         )
-    if any(plan.steps is None for plan in stages):
+    if not asked and any(stage.steps is not None for stage in recipe.stages):
+        console.print(other_gpus(stages, any_dtype))
+    if any(stage.steps is None for stage in recipe.stages):
         console.print("How many steps an epoch has is known once the rows are read; training prints it then.")
+
+
+def tables(stages: Sequence[Plan], machine: Machine, rate: float | None) -> list[Table]:
+    """What the stages cost on each device: sizes and times, and the memory by part in GB."""
+    costs = Table("stage", "frozen", "trained", "memory", "tokens a step", "a step", "all steps")
+    names = list(stages[0].parts(machine))
+    memory = Table("GB for", *names, "in all")
+    for plan in stages:
+        seconds, parts, steps = plan.seconds(machine, rate), plan.parts(machine), plan.stage.steps
+        whole = f"{plan.stage.epochs:g} epochs" if steps is None else f"{seconds * steps / 3600:,.1f} h"
+        held = sum(parts.values()) / 1e9
+        sizes = (f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{held:,.1f} GB")
+        costs.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
+        memory.add_row(plan.name, *(f"{parts[name] / 1e9:,.2f}" for name in names), f"{held:,.2f}")
+    return [costs, memory]
+
+
+def notes(stages: Sequence[Plan], machine: Machine, rate: float | None) -> str:
+    """What the tables assume, and whether the memory suffices."""
+    count, largest = machine.processes, max(sum(plan.parts(machine).values()) for plan in stages) / 1e9
+    lines = [
+        "Computed, as if each token of a row were a label. Memory: trained are weights, gradients and moments; "
+        "evaluations run in the same micro-batches and take no more; the allocator and the driver take some GB besides."
+    ]
+    if rate is None:
+        lines.append(
+            f"Time: on {machine.name}, if products reach {PRODUCTS:.0%} of the data sheet's peak in bfloat16 and other "
+            f"operations {BANDWIDTH:.0%} of its bandwidth (assumptions)."
+        )
+    else:
+        lines.append(f"Time: of products alone, at the {rate / 1e12:,.2f} TFLOP/s that a large one reaches here.")
+    if count > 1:
+        lines.append(
+            f"{count} processes share the work; the memory is each one's. Exchanging gradients takes more time."
+        )
+    if machine.gpu and largest > machine.gpu.memory:
+        lines.append(f"{largest:,.0f} GB are more than the {machine.gpu.memory:,.0f} GB of one.")
+    return " ".join(lines)
+
+
+def other_gpus(stages: Sequence[Plan], any_dtype: bool) -> str:
+    """A line with the time of all steps on one GPU of each kind that has the memory, in bfloat16. ``any_dtype``: the
+    target's weights are as well."""
+    fits = list[str]()
+    for name, gpu in GPUS.items():
+        one = Machine(name, 1, gpu=gpu)
+        plans = [
+            replace(plan, autocast=True, target_bytes=2, frozen_bytes=min(plan.frozen_bytes, 2.0))
+            if any_dtype
+            else plan
+            for plan in stages
+        ]
+        if max(sum(plan.parts(one).values()) for plan in plans) < gpu.memory * 1e9:
+            hours = sum(plan.seconds(one) * (plan.stage.steps or 0) for plan in plans) / 3600
+            fits.append(f"{name} {hours:,.2f} h")
+    return (
+        f"On one GPU, if {PRODUCTS:.0%} of its data sheet's products and {BANDWIDTH:.0%} of its bandwidth are reached "
+        "(assumptions): " + (", ".join(fits) or "none of those that it knows has the memory")
+    )
 
 
 def _target_is_here(recipe: TrainingRecipe) -> bool:

@@ -181,8 +181,8 @@ def plans(recipe: DynaspecRecipe) -> list[Plan]:
     d, shape = recipe.drafter, target_shape(recipe.target)
     width = 2 * shape.hidden_size + DEPTHS + d.num_clusters
     trained = d.router_width * width + d.num_clusters if d.shortlist == "dynaspec" else 0
-    plans = [(s, Plan.of(recipe, s, shape, trained, passes=0)) for s in recipe.stages]  # the target is held, not run
-    return [replace(plan, positions=s.batch.sequences * BLOCK * DEPTHS) for s, plan in plans]
+    plans = [Plan.of(recipe, s, shape, trained, passes=0) for s in recipe.stages]  # the target is held, not run
+    return [replace(plan, length=BLOCK * DEPTHS) for plan in plans]
 
 
 SCRIPT = Script("dynaspec", DynaspecRecipe, train, plans)

@@ -39,7 +39,7 @@ from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import to_draft_ids
-from draftsmith.train import draft_vocabulary, sharded
+from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
@@ -157,11 +157,11 @@ class EagleTraining(nn.Module):
         return loss, metrics
 
 
-def evaluate(run: Run[EagleRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
+def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
-    ranks = eagle_ranks(target, eagle, held_out["tokens"], held_out["supervised"], DEPTH)
+    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
     labelled, tree = ranks >= 0, selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -182,8 +182,16 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
-    costs = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0, "unrolled": d.unroll}
-    costs["passes"] = 1 if recipe.cache_hidden == "none" else 0
+    costs: dict[str, Any] = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0}
+    heads, given = made.num_attention_heads, recipe.cache_hidden != "none"
+    costs |= {"passes": 0 if given else 1, "unrolled": d.unroll, "logits": d.unroll * made.outputs}
+    recomputed = recipe.precision.gradient_checkpointing
+    costs["kept"] = partial(memory.eagle, made, shape.config, steps=d.unroll, given=given, recomputed=recomputed)
+    costs |= {
+        "attended": 3.5 * d.unroll * heads * made.head_dim,
+        "scores": d.unroll * heads,
+    }  # twice backward, and again
+    costs["features"] = made.feature_size * (1 + len(made.captured_layers))
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 
@@ -218,9 +226,9 @@ def train(run: Run[EagleRecipe]) -> None:
     if d.unroll > 1 and run.main:
         console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
-        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), "simulated_tau")
+        fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
-        ranks = eagle_ranks(target, eagle, run.held_out["tokens"], run.held_out["supervised"], DEPTH)
+        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
     tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)

@@ -63,20 +63,23 @@ def cross_entropy(target: Target, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def drift(target: Target, tokens: Tensor, supervised: Tensor, batch_size: int = 16) -> dict[str, float]:
-    """How far the target has moved, on held-out rows ``[S, T]``: KL(original ‖ trained) per token, and both
-    perplexities."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    for begin in range(0, len(tokens), batch_size):
-        rows, marks = (part[begin : begin + batch_size].to(target.device) for part in (tokens, supervised))
-        labels = shifted_labels(rows, marks, 1)
-        used = labels != -100
-        hidden = target.hidden(rows.long())[used]
-        with switched_off(target.model):
-            teacher = target.hidden(rows.long())[used]
-            before = cross_entropy(target, teacher, labels[used])
-        after, moved = cross_entropy(target, hidden, labels[used]), divergence(target, hidden, teacher)
-        sums += torch.stack([moved, after, before, used.sum()]).double().cpu()
+def drift_sums(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+    """What :func:`drift` is computed from, summed over the labels of rows ``[B, T]``: KL(original ‖ trained), the
+    cross-entropy of the trained target and of the original, and the number of labels; ``[4]`` float64."""
+    rows, marks = tokens.to(target.device), supervised.to(target.device)
+    labels = shifted_labels(rows, marks, 1)
+    used = labels != -100
+    hidden = target.hidden(rows.long())[used]
+    with switched_off(target.model):
+        teacher = target.hidden(rows.long())[used]
+        before = cross_entropy(target, teacher, labels[used])
+    after, moved = cross_entropy(target, hidden, labels[used]), divergence(target, hidden, teacher)
+    return torch.stack([moved, after, before, used.sum()]).double()
+
+
+def drift(sums: Tensor) -> dict[str, float]:
+    """How far the target has moved on held-out rows, from the sum of their :func:`drift_sums`: KL(original ‖ trained)
+    per token, and both perplexities."""
     moved, after, before = (sums[:3] / sums[3].clamp(min=1)).tolist()
     return {
         "kl": moved,

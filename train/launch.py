@@ -15,9 +15,9 @@ from draftsmith.models import precision
 from draftsmith.models.files.locate import locate
 from draftsmith.models.files.weights import stored_dtype
 from draftsmith.train import checkpoint, sharded
+from draftsmith.train.machine import Machine
 
 console = make_console()
-FILLED = 0.9  # share of a GPU's memory that micro: auto takes
 CPU_SEQUENCES = 4  # that it runs at once on a CPU, at most
 
 
@@ -88,33 +88,31 @@ def dtype_of(
     return precision.choose_dtype(target.dtype, device, stored, quantized=quantized, began=began, weights=weights)
 
 
-def _room(device: torch.device) -> float | None:
-    """Bytes that a plan may take on a GPU; None on a CPU."""
-    return FILLED * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
-def with_micro(recipe: R, plans: Callable[[R], Sequence[Any]], accelerator: Accelerator) -> R:
-    """The recipe with what ``batch.micro: auto`` is here, printed in a line for each stage: of the numbers that divide
-    a process's sequences of a step, the largest whose plan fits into the GPU's memory, be it free or not, so that all
-    processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`.
+def with_micro(recipe: R, plans: Callable[[R], Sequence[Any]], machine: Machine) -> R:
+    """The recipe with what ``batch.micro: auto`` is on a machine, printed in a line for each stage: of the numbers that
+    divide a process's sequences of a step, the largest whose plan fits into a GPU's memory, be it free or not, so that
+    all processes find the same; on a CPU the largest up to :data:`CPU_SEQUENCES`.
 
     Args:
         plans: of a training script, the :class:`draftsmith.train.dry_run.Plan` of each stage.
     """
-    processes, room = accelerator.num_processes, _room(accelerator.device)
     for place, stage in enumerate(recipe.stages):
         if stage.batch.micro != "auto":
             continue
-        share = stage.batch.sequences // processes
+        share, micro = stage.batch.sequences // machine.processes, 1
         for micro in (size for size in range(share, 0, -1) if share % size == 0):
             batch = stage.batch.model_copy(update={"micro": micro})
             stages = [*recipe.stages[:place], stage.model_copy(update={"batch": batch}), *recipe.stages[place + 1 :]]
             recipe = recipe.model_copy(update={"stages": stages})
-            if micro <= CPU_SEQUENCES if room is None else plans(recipe)[place].memory <= room:
+            if machine.room is None:
+                fits = micro <= CPU_SEQUENCES
+            else:
+                fits = sum(plans(recipe)[place].parts(machine).values()) <= machine.room
+            if fits:
                 break
-        if accelerator.is_main_process:
+        if PartialState().is_main_process:
             console.print(
                 f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
-                f"{counted(micro, 'sequence')} on each of {counted(processes, 'process')}"
+                f"{counted(micro, 'sequence')} on each of {counted(machine.processes, 'process')}"
             )
     return recipe

@@ -7,6 +7,7 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 """
 
 from functools import partial
+from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
 from draftsmith.train.early import reader
@@ -32,6 +33,7 @@ from draftsmith.train.launch import console
 from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
 from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
+from draftsmith.train.memory import language_model, widths
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch, in_turn
 from draftsmith.train.script import Script, run_script
@@ -120,16 +122,18 @@ def make_tokenizer(run: Run[LmRecipe], start: ModelFolder | None) -> PreTrainedT
     return tokenizer
 
 
-def evaluate(validation: Tensor, device: torch.device, module: nn.Module) -> dict[str, float]:
-    """Loss and accuracy of the next token on rows ``[S, T]``."""
+def evaluate(run: Run[LmRecipe], module: nn.Module) -> dict[str, float]:
+    """Loss and accuracy of the next token on the held-out rows."""
     assert isinstance(module, LanguageModel)
-    total, hits, labels = 0.0, 0.0, 0
-    for rows in validation.split(16):
-        batch = {"tokens": rows.to(device)}
+
+    def sums(tokens: Tensor, marks: Tensor) -> Tensor:
+        batch = {"tokens": tokens.to(run.accelerator.device)}
         count = module.count(batch)
         _, metrics = module(batch, torch.ones_like(count), 0)
-        total, hits = total + float(metrics["next_token_loss"]), hits + float(metrics["top1"])
-        labels += int(count[0])
+        found = torch.stack([metrics["next_token_loss"], metrics["top1"], count[0]]).double()
+        return found * bool(marks.any())  # a batch without labels is another process' too
+
+    total, hits, labels = run.held_out_sums(sums).tolist()
     return {"validation_loss": total / labels, "validation_top1": hits / labels}
 
 
@@ -159,7 +163,8 @@ def train(run: Run[LmRecipe]) -> None:
     console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
     validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
     validation = validation[: recipe.evaluate.sequences]
-    measure = partial(evaluate, validation, run.accelerator.device)
+    run.held_out = {"tokens": validation, "supervised": torch.ones_like(validation, dtype=torch.bool)}
+    measure = partial(evaluate, run)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
     rows = [[Packed(packing.pack(ids, stage.max_length, end)) for ids in corpora] for stage in recipe.stages]
     for stage, packed in zip(recipe.stages, rows, strict=True):
@@ -195,11 +200,13 @@ def train(run: Run[LmRecipe]) -> None:
 
 def plans(recipe: LmRecipe) -> list[Plan]:
     """What each stage costs: all weights train."""
-    parameters = parameters_of(recipe.model)
-    return [
-        Plan(s.name, 0, parameters, 0.0, s.optim, s.steps, s.batch.sequences * s.max_length, epochs=s.epochs)
-        for s in recipe.stages
-    ]
+    parameters, config = parameters_of(recipe.model), config_of(recipe.model, 0)
+    losses = 1 + (recipe.lookahead.num_heads if recipe.lookahead else 0)
+    layers, (_, queries, *_) = config.num_hidden_layers, widths(config)
+    costs: dict[str, Any] = {"kept": lambda micro: language_model(config, micro, losses, True)}
+    costs["attended"] = 1.5 * layers * queries
+    costs |= {"autocast": recipe.precision.autocast == "bfloat16", "logits": losses * recipe.model.vocab_size}
+    return [Plan(s, s.max_length, parameters, **costs) for s in recipe.stages]
 
 
 SCRIPT = Script("lm", LmRecipe, train, plans)

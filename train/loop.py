@@ -132,6 +132,7 @@ def fit(
     """
     stage = run.with_steps(stage, rows)
     recipe = run.recipe
+    run.at_once = micro_batch(stage, run.accelerator.num_processes) * max(part.length for part in rows)
     if run.main and not run.trackers:
         run.trackers = Trackers(recipe.track, run.folder, recipe.model_dump(mode="json"))
     before = sum(earlier.samples for earlier in recipe.stages[: run.place(stage)])
@@ -165,7 +166,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     """Run the steps of one stage.
 
     Args:
-        evaluate: metrics of the module, every ``evaluate.every`` steps and at the end.
+        evaluate: metrics of the module, before the first step, every ``evaluate.every`` steps and at the end.
         best_on: the metric that selects the weights kept in ``checkpoints/best/STAGE`` (``"-x"``: less is better).
 
     Raises:
@@ -195,6 +196,9 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     stepped: Any = torch.compile(module) if recipe.precision.compile else module
     meter, note, began = _Meter(), "", time.monotonic() - run.used
     spent = run.used / stage.seconds if stage.seconds else 0.0
+    if not start:
+        _evaluate(run, original, stage, evaluate, best_on)
+        meter.since = time.monotonic()
     original.train()
     since = time.monotonic()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
@@ -362,7 +366,7 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
     run.seconds = state.get("seconds", math.nan)  # older ones have none
     run.used = state.get("used", 0.0)
     if run.main:
-        _forget_after(run.folder / "metrics.jsonl", run.step)
+        _forget_after(run.folder / "metrics.jsonl", run.step, name)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
         was = state.get("depends_on", {})  # older ones have none
         changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
@@ -383,14 +387,16 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
     return step
 
 
-def _evaluate(run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str) -> None:
+def _evaluate(
+    run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, best_on: str, note: str | None = None
+) -> None:
     """Record and print the module's metrics, behind the ``note`` on the steps before, and keep its weights if they are
-    the best of the stage so far."""
+    the best of the stage so far. Without a note they are those that the stage begins with, and only measured."""
     with run.evaluating(module):
         metrics = evaluate(module)
     module.train()
     sign, metric = (-1, best_on[1:]) if best_on.startswith("-") else (1, best_on)
-    better = sign * metrics[metric] > run.best
+    better = note is not None and sign * metrics[metric] > run.best
     if better:
         run.best, run.best_step = sign * metrics[metric], run.step
     if run.main:
@@ -398,7 +404,8 @@ def _evaluate(run: Run[R], module: nn.Module, stage: Stage, evaluate: Evaluate, 
         few = [k for k in metrics if len(metrics) <= FIGURES or "top5" not in k][:FIGURES]
         shown = ", ".join(f"{k} {metrics[k]:.3f}" for k in few) + (", …" if len(few) < len(metrics) else "")
         trained = f"{note.partition('  ')[0]}, " if note else ""
-        console.print(f"  step {run.step}: {trained}{shown}{' (best so far)' if better else ''}")
+        when = f"before {stage.name}" if note is None else f"step {run.step}"
+        console.print(f"  {when}: {trained}{shown}{' (best so far)' if better else ''}")
         if better:
             checkpoint.write_tensors(run.checkpoints / "best" / stage.name, checkpoint.trainable_state(module))
     if run.page:
@@ -423,14 +430,16 @@ def _save(run: Run[R], module: nn.Module, prepared: Any, optimizer: Any, stage: 
     run.accelerator.wait_for_everyone()
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be run again, and a line cut off by a kill."""
+def _forget_after(path: Path, step: int, stage: str) -> None:
+    """Drop the lines of steps that will be run again, that on the weights with which a later stage than ``stage``
+    began, and a line cut off by a kill."""
     if not path.exists():
         return
     kept = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            if parse_json(line, str(path))["step"] <= step:
+            found = parse_json(line, str(path))
+            if found["step"] < step or (found["step"] == step and found["stage"] == stage):
                 kept.append(line.decode() + "\n")
         except (ValueError, LookupError, TypeError):
             continue

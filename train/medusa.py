@@ -11,7 +11,9 @@ inference/decode.py. Shape letters: B batch, T tokens, K heads, d hidden width, 
 """
 
 import copy
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
 from draftsmith.train.early import reader
@@ -34,9 +36,18 @@ from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import to_draft_ids
-from draftsmith.train import draft_vocabulary
+from draftsmith.train import draft_vocabulary, memory
 from draftsmith.train.dry_run import Plan, target_shape
-from draftsmith.train.joint import add_adapters, check_loaded, cross_entropy, divergence, drift, export_target, guarded
+from draftsmith.train.joint import (
+    add_adapters,
+    check_loaded,
+    cross_entropy,
+    divergence,
+    drift,
+    drift_sums,
+    export_target,
+    guarded,
+)
 from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run
@@ -142,11 +153,11 @@ class Medusa2(Medusa1):
         return lm_loss + weight * heads_loss, metrics
 
 
-def evaluate(run: Run[MedusaRecipe], module: nn.Module, held_out: Batch) -> dict[str, float]:
+def evaluate(run: Run[MedusaRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, each head's accuracy, now and then the real τ, and how far a joint stage moved the target."""
     assert isinstance(module, Medusa1)
     target, heads = module.target, module.heads
-    ranks = head_ranks(target, heads, held_out["tokens"], held_out["supervised"])
+    ranks = run.held_out_ranks(partial(head_ranks, target, heads))
     labelled, tree = ranks >= 0, best_tree(ranks, SIMULATED_NODES)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -156,7 +167,7 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module, held_out: Batch) -> dict
             metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
     metrics |= run.decode_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
     if isinstance(module, Medusa2):
-        metrics |= drift(target, held_out["tokens"], held_out["supervised"])
+        metrics |= drift(run.held_out_sums(partial(drift_sums, target)))
         metrics["guarded_tau"] = guarded(module.joint, metrics["simulated_tau"], metrics["kl"])
     return metrics
 
@@ -169,12 +180,23 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         config = MedusaConfig(**d.model_dump(), hidden_size=shape.hidden_size, vocab_size=shape.vocab_size)
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
-    costs = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
+    costs: dict[str, Any] = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
+    costs |= {"logits": d.num_draft_heads * config.outputs, "features": shape.hidden_size}
     frozen = 1 if recipe.cache_hidden == "none" else 0  # passes that kept hidden states spare
+    heads = partial(memory.medusa, config, shape.config)
+    costs["kept"] = partial(heads, given=not frozen)
     found = [Plan.of(recipe, stage, shape, own, passes=frozen, **costs) for stage in recipe.stages]
     if joint:
+
+        def kept(micro: memory.Micro) -> memory.Kept:
+            found = heads(micro, given=True)
+            recomputed, dropout = recipe.precision.gradient_checkpointing, joint.lora.dropout > 0
+            more = memory.adapted(shape.config, micro, recomputed, dropout)
+            return replace(found, activations=found.activations + more)
+
         trained, teacher = own + joint.lora.r * shape.rank, frozen if joint.loss == "kl" else 0
-        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, passes=2 + teacher, **costs)  # 2: and backward
+        costs |= {"passes": 2 + teacher, "kept": kept}  # 2: and backward
+        found[-1] = Plan.of(recipe, recipe.stages[-1], shape, trained, **costs)
     return found
 
 
@@ -199,10 +221,10 @@ def train(run: Run[MedusaRecipe]) -> None:
             stage = run.with_steps(stage, inputs)  # λ0 rises over them
             module = Medusa2(target, heads, stage)
         best_on = "guarded_tau" if stage.joint else "simulated_tau"
-        fit(run, stage, module, inputs, partial(evaluate, run, held_out=run.held_out), best_on)
+        fit(run, stage, module, inputs, partial(evaluate, run), best_on)
     with run.evaluating(module):
-        found = evaluate(run, module, run.held_out)
-        tree = best_tree(head_ranks(target, heads, run.held_out["tokens"], run.held_out["supervised"]), SIMULATED_NODES)
+        found = evaluate(run, module)
+        tree = best_tree(run.held_out_ranks(partial(head_ranks, target, heads)), SIMULATED_NODES)
     if recipe.stages[-1].joint and run.main:
         export_target(recipe, target)
     measured = {name: found[name] for name in FACTS if name in found}

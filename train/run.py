@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +24,7 @@ from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import template_for
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.measure.tree_statistics import draft_labels
+from draftsmith.inference.measure.tree_statistics import AT_ONCE, draft_labels, in_batches, row_batches
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish
@@ -91,6 +91,7 @@ class Run(Generic[R]):
     first: the step at which the stage began.
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
     used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
+    at_once: tokens of a forward pass of the stage's training, which those of evaluations do not exceed.
     depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
     resumed: the checkpoint's weights are restored.
     """
@@ -112,6 +113,7 @@ class Run(Generic[R]):
     first: int = 0
     seconds: float = 0.0
     used: float = 0.0
+    at_once: int = AT_ONCE
     depends_on: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in LIBRARIES})
     resumed: bool = False
     tokenizer: Any = None
@@ -305,19 +307,44 @@ class Run(Generic[R]):
             console.print(f"{stage.name}: {stage.epochs:g} epochs of {count:,} rows are {counted.steps:,} steps")
         return counted
 
+    def held_out_ranks(self, ranks_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Ranks ``[S, T, …]`` of the held-out rows, from a function that gives those of a batch (:func:`in_batches`).
+        The processes share the work; each gets all ranks."""
+        found = in_batches(ranks_of, self.held_out["tokens"], self.held_out["supervised"], *self._share)
+        if self.accelerator.num_processes == 1:
+            return found
+        small = found.to(self.accelerator.device, torch.int8)  # −1 … MAX_RANK
+        torch.distributed.all_reduce(small, torch.distributed.ReduceOp.MAX)
+        return small.cpu().long()
+
+    def held_out_sums(self, sums_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The sum, over batches of the held-out rows and over the processes, of what a function gives for one."""
+        rows = row_batches(self.held_out["tokens"], self.held_out["supervised"], *self._share)
+        sums = sum(sums_of(tokens, marks) for _, tokens, marks in rows)
+        return cast(Tensor, self.accelerator.reduce(cast(Tensor, sums), "sum")).cpu()
+
+    @property
+    def _share(self) -> tuple[int, int, int]:
+        """What this process evaluates, as :func:`row_batches` takes it."""
+        return self.at_once, self.accelerator.process_index, self.accelerator.num_processes
+
     def decode_tau(self, target: Target, make: Callable[[], Drafter]) -> dict[str, float]:
         """``tau``: mean accepted length on held-out prompts, decoded by the engine with a copy of the current weights;
-        nothing at steps at which ``evaluate.decode`` does not ask for it."""
+        nothing at steps at which ``evaluate.decode`` does not ask for it. The processes share the prompts."""
         wanted, step = self.recipe.evaluate, self.step - self.first
         if not wanted.decode or not step or step % wanted.decode or sharded.spreads():
             return {}
         prompts = prompts_of(self.held_out)[: wanted.prompts]
         if not prompts:
             return {}
+        mine = prompts[self.accelerator.process_index :: self.accelerator.num_processes]
+        rows = max(1, self.at_once // (max(map(len, prompts)) + DECODED_TOKENS))
         with torch.autocast(target.device.type, enabled=False):
-            results = SpeculativeDecoder(target, make()).generate(prompts, DECODED_TOKENS)
+            results = SpeculativeDecoder(target, make()).generate(mine, DECODED_TOKENS, batch_size=rows) if mine else []
         accepted = [count for result in results for count in result.accepted]
-        return {"tau": sum(accepted) / len(accepted) if accepted else 1.0}
+        sums = torch.tensor([sum(accepted), len(accepted)], dtype=torch.float64, device=target.device)
+        total, steps = cast(Tensor, self.accelerator.reduce(sums, "sum")).tolist()
+        return {"tau": total / steps if steps else 1.0}
 
     def show_ranks(self, ranks: Tensor, tree: Topology) -> None:
         """Show some held-out rows in ``training.html``, with the ranks ``[S, T, K]`` that the drafter gives to their

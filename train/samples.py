@@ -1,7 +1,9 @@
 """The samples of a run: the rows of its sources, and which of them each step sees."""
 
+import glob
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -11,18 +13,20 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from draftsmith.common.command import counted
-from draftsmith.common.files import locked, write_json
+from draftsmith.common.files import locked, read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.common.sections import DrafterRecipe, Source
 from draftsmith.data import sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts
+from draftsmith.data.rows import rows as rows_of_source
 from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint, sharded
+from draftsmith.train.chat_answers import answer_chats
 from draftsmith.train.features import Kept
 from draftsmith.train.launch import console
 
@@ -138,10 +142,13 @@ class StageSamples:
         return "; ".join(f"{name} row{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for name, r in rows.items())
 
 
-def answered(source: Source, target: Target, seed: int, folder: Path, template: str | None) -> Tokenized:
+def answered(
+    source: Source, target: Target, seed: int, folder: Path, template: str | None, max_skipped: float = 0.0
+) -> Tokenized:
     """The target's continuations of prompts cut from a source, which end where the recipe's chat template, if it has
-    one, ends an answer. They are kept in ``folder`` with the request, so that a resumed run trains on the same ones and
-    a changed recipe on its own. One process makes them, the others wait."""
+    one, ends an answer; of a file or data set, its answers to the conversations there (:func:`answer_chats`). They are
+    kept in ``folder`` with the request, so that a resumed run trains on the same ones and a changed recipe on its own.
+    One process makes them, the others wait."""
     ask = source.answers
     assert ask is not None and target.tokenizer is not None
     request: dict[str, Any] = {"target": target.fingerprint, "seed": seed}
@@ -150,11 +157,13 @@ def answered(source: Source, target: Target, seed: int, folder: Path, template: 
     target.tokenizer.chat_template = template or own
     if template and target.template_end:
         request["ends"] = sorted(target.template_end)
+    if not source.installed:
+        request |= {"rows": rows_of_source(source)[1], "template": target.tokenizer.chat_template}
     request_file = folder / "asked.json"
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "lock"):
         if (folder / "model.safetensors").exists() and was_asked(request_file, request, target.older_fingerprint):
-            rows = checkpoint.read_tensors(folder)
+            made = checkpoint.read_tensors(folder)
         elif sharded.spreads():
             raise ValueError(
                 f"data source '{source.source}': a target that is spread over processes answers no prompts; let it "
@@ -164,18 +173,38 @@ def answered(source: Source, target: Target, seed: int, folder: Path, template: 
             request_file.unlink(missing_ok=True)
             if target.end_warning:
                 console.print(target.end_warning, style="yellow")
-            split = cast(sources.Split, source.split)
-            found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
-            what = f"the target answers {counted(len(found), 'prompt')} from {source.source} ({split})"
-            with ProgressBar(what, len(found), console) as bar:
-                rows = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
-            checkpoint.write_tensors(folder, rows)
+            what = "prompt" if source.installed else "conversation"
+            what = f"the target answers {counted(ask.prompts, what)} from {source.label}"
+            with ProgressBar(what, ask.prompts, console) as bar:
+                if source.installed:
+                    split = cast(sources.Split, source.split)
+                    found = prompts(source.source, split, ask.prompts, ask.prompt_tokens, target.tokenizer, seed)
+                    made = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
+                else:
+                    made = answer_chats(target, source, max_skipped, bar)
+            checkpoint.write_tensors(folder, made)
             write_json(request_file, request)
     target.tokenizer.chat_template = own
-    lengths = (rows["supervised"].long() * torch.arange(1, rows["supervised"].shape[1] + 1)).amax(1)
+    lengths = (made["supervised"].long() * torch.arange(1, made["supervised"].shape[1] + 1)).amax(1)
     return Tokenized.of(
         Sample(tokens[:length].tolist(), marks[:length].tolist())
-        for tokens, marks, length in zip(rows["tokens"], rows["supervised"], lengths.tolist(), strict=True)
+        for tokens, marks, length in zip(made["tokens"], made["supervised"], lengths.tolist(), strict=True)
+    )
+
+
+def whose_answers(source: Source, target: Target) -> str:
+    """What is known of who wrote the answers of a held-out source, as a line for the user; empty where the target
+    did."""
+    if source.answers is not None:
+        return ""
+    for path in glob.glob(source.source) if source.is_file else ():
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no manifest beside it, or a damaged one
+            if target.is_known_as(read_json(Path(path).with_name("manifest.json"))["decides"]["target.fingerprint"]):
+                return ""
+    return (
+        f"{source.label}: its answers are not known to be this target's own. Checkpoints are selected by the simulated "
+        "τ of decoding that text, which is the target's τ only if it writes such answers; answers: {…} in this source "
+        "of data.validation has the target answer its prompts"
     )
 
 
@@ -197,7 +226,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             continue
         if source.answers is not None:
             folder = recipe.run.folder / "answers" / f"{which}-{number}"
-            samples = answered(source, target, recipe.run.seed, folder, template)
+            samples = answered(source, target, recipe.run.seed, folder, template, recipe.data.max_skipped)
         else:
             samples = tokenized(source, recipe.data, target.tokenizer)
         labels = int(samples.supervised.sum())
@@ -207,6 +236,8 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
         )
         for line in samples.skipped.lines():
             console.print(f"  {which}: {source.label}: {line}")
+        if which == "validation" and (line := whose_answers(source, target)):
+            console.print(f"  validation: {line}", style="yellow")
         rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return rows
 

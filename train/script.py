@@ -14,6 +14,7 @@ from draftsmith.common.sections import DrafterRecipe, R
 from draftsmith.train import dry_run, folders, sharded
 from draftsmith.train.launch import console, make_accelerator, with_micro, with_precision
 from draftsmith.train.loop import micro_batch
+from draftsmith.train.machine import Machine
 from draftsmith.train.page import TrainingPage
 from draftsmith.train.run import Run, check_init_from
 from draftsmith.train.tiny import tiny, write_target
@@ -45,6 +46,8 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
     if args.tiny:
         recipe = tiny(recipe, processes=accelerator.num_processes)
     main_process, small = accelerator.is_main_process, args.tiny or args.dry_run
+    if args.machine and not args.dry_run:
+        raise ValueError(f"--as {args.machine}: it is for --dry-run, which computes what these GPUs would take")
     for stage in recipe.stages:
         micro_batch(stage, accelerator.num_processes)
     _check_strategy(recipe)
@@ -53,7 +56,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
         if isinstance(recipe, DrafterRecipe) and recipe.init_from:
             check_init_from(recipe, script.name)
         if main_process:
-            dry_run.show(recipe, script.plans, accelerator, args.verbose)
+            dry_run.show(recipe, script.plans, accelerator, args.verbose, args.machine)
             console.print("now the same recipe at toy size, with a random target of the family …")
         recipe = tiny(recipe, "dry-run", accelerator.num_processes)
     folders.check(recipe, recipe.stages)
@@ -71,7 +74,7 @@ def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | N
                 console.print(f"{folder}: there is no checkpoint to go on from; the run begins")
             if small and main_process and isinstance(recipe, DrafterRecipe):
                 write_target(recipe.target)
-        recipe = with_micro(with_precision(recipe, accelerator, resume), script.plans, accelerator)
+        recipe = with_micro(with_precision(recipe, accelerator, resume), script.plans, Machine.here())
         run = Run(recipe, script.name, accelerator, resume, command, small, args.dry_run)
         if main_process and not args.dry_run:
             run.page = TrainingPage(run)

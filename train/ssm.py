@@ -13,6 +13,7 @@ B batch, T tokens, P positions, d hidden width, S draft vocabulary, n SSMs.
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 from draftsmith.common.command import before_imports, counted, recipe_parser, run_command
@@ -139,7 +140,7 @@ def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> d
     """Of the SSM in training, its accuracy and simulated τ alone; of the ensemble with those before it (``earlier``,
     their :func:`next_token_ranks` of the held-out rows), simulated τ and coverage; now and then the real τ."""
     assert isinstance(module, Ssm)
-    own = next_token_ranks(module.ssm, run.held_out["tokens"], run.held_out["supervised"], module.draft_vocab)
+    own = run.held_out_ranks(partial(next_token_ranks, module.ssm, draft_vocab=module.draft_vocab))
     ranks, matched = _held_out(run, [*earlier, own])
     trees = _trees(ranks)
     run.show_ranks(ranks[:, :, -1], trees[-1])
@@ -202,7 +203,7 @@ def train(run: Run[SsmRecipe]) -> None:
         ssms.append(ssm)
         prompts.append(left)
         with run.evaluating(module):
-            ranks.append(next_token_ranks(ssm, run.held_out["tokens"], run.held_out["supervised"], ids))
+            ranks.append(run.held_out_ranks(partial(next_token_ranks, ssm, draft_vocab=ids)))
     export(run, target, ssms, ranks, ids, facts | {"prompts": prompts})
 
 

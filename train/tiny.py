@@ -54,9 +54,8 @@ def _shrunk(value: Any) -> Any:
     content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields}
     for section in reversed(type(value).__mro__):  # a section has its base class's values, too
         content |= vars(section).get("tiny", {})
-    if isinstance(value, Source) and value.answers is None:
-        keep = {"source": str(SAMPLES), "weight": value.weight}
-        content = Source(**keep).model_dump()
+    if isinstance(value, Source) and not (value.answers and value.installed):  # a rendered chat may fill a tiny row
+        content = Source(source=str(SAMPLES), weight=value.weight).model_dump()
     return content
 
 

@@ -53,6 +53,11 @@ def answer(
         on_end=end,
         on_tokens=lambda _, new: add(len(new)),
     )
+    return padded(prompts, answers)
+
+
+def padded(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Prompts and their answers as rows, as :func:`answer` returns them."""
     rows = [[*prompt, *continuation] for prompt, continuation in zip(prompts, answers, strict=True)]
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int32)
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftsmith.inference.drafters.eagle import check_context, to_target
 from draftsmith.inference.drafters.shortlists import after_head_of
-from draftsmith.inference.measure.tree_statistics import LOGITS, MAX_RANK, draft_labels
+from draftsmith.inference.measure.tree_statistics import AT_ONCE, LOGITS, MAX_RANK, draft_labels
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead, head_rows_of
 from draftsmith.models.target import Target
@@ -90,8 +90,9 @@ def record(
     on_done: Callable[[int], None] | None = None,
 ) -> Recorded:
     """Record a drafter on texts ``[B, T]``, on the CPU, with R = ``best`` tokens, at most S, and hidden states of
-    ``dtype``. ``on_done`` is called with the number of sequences done so far."""
-    begins = F.pad(supervised[:, 1:], (0, 1))
+    ``dtype``. ``batch_size``: rows of a forward pass, at most; long ones are fewer. ``on_done`` is called with the
+    number of sequences done so far."""
+    begins, batch_size = F.pad(supervised[:, 1:], (0, 1)), max(1, min(batch_size, AT_ONCE // tokens.shape[1]))
     parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)
     for start in range(0, len(tokens), batch_size):

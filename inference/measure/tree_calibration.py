@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from draftsmith.inference.measure.tree_search import (
     nodes_of,
     trees_by_size,
 )
-from draftsmith.inference.measure.tree_statistics import head_facts, simulate_ensemble
+from draftsmith.inference.measure.tree_statistics import head_facts, in_batches, simulate_ensemble
 from draftsmith.inference.verify.tree import chain
 from draftsmith.models.artifact import device_name
 from draftsmith.models.files.weights import read_tensors
@@ -286,7 +287,7 @@ def _count_ranks(
             batch = answer(target, asked, settings.max_new_tokens, 32, progress.show, settings.lean)
         else:
             batch = {name: data[name][taken] for name in ("tokens", "supervised")}
-        ranks = drafter.ranks(target, batch["tokens"], batch["supervised"])
+        ranks = in_batches(partial(drafter.ranks, target), batch["tokens"], batch["supervised"])
         parts.append({**batch, "ranks": ranks[:, :, None] if ranks.dim() == 3 else ranks})
         progress.show()
         if sum(positions_of(done["ranks"]) for done in parts) >= MAX_POSITIONS:

@@ -17,7 +17,7 @@ Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n dra
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ MAX_RANK = 10  # ranks per depth that a tree may use
 CANDIDATES = 24  # paths that a merge may choose from
 SIMULATED_NODES = 16  # of the tree whose τ chooses a run's best weights
 LOGITS = 512  # positions whose logits are in memory at once
+AT_ONCE = 8192  # tokens of a forward pass, padding included, where nothing else is said
 NODES = (2, 4, 8, 16, 32, 64)  # of the trees of ensembles whose expected τ tree.json records
 _NO_POSITION = "no calibration position: no answer has {} tokens, one more than the drafts are deep; use longer answers"
 
@@ -59,44 +60,62 @@ def label_ranks(best: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels >= 0, ranks, -1)
 
 
-@torch.inference_mode()
-def head_ranks(
-    target: Target,
-    heads: MedusaHeads,
-    tokens: Tensor,
-    supervised: Tensor,
-    batch_size: int = 16,
-    on_done: Callable[[int], None] | None = None,
-) -> Tensor:
-    """The rank that each Medusa head gave to the true token: ``[S, T, K]`` int64, at position t head k's rank of
-    x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
-    label or where position t + 1 is no answer's token (no step begins there). ``on_done`` is called with the number of
-    sequences done so far."""
-    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
-    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
-    for start in range(0, len(tokens), batch_size):
-        part = slice(start, start + batch_size)
-        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], num_heads)
-        hidden = target.hidden(tokens[part].long().to(target.device))[begins.to(target.device)]  # [P, d]
-        for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
-            logits = (heads.head_logits(k, chunk, draft_head) for chunk in features.split(LOGITS))
-            best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
-            ranks[part, :, k][begins] = label_ranks(best, labels[..., k][begins])
-        if on_done:
-            on_done(min(start + batch_size, len(tokens)))
+def row_batches(
+    tokens: Tensor, supervised: Tensor, positions: int = AT_ONCE, process: int = 0, processes: int = 1
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The rows ``[S, T]`` in batches of at most ``positions`` tokens, padding included, or of one row: rows of similar
+    length together, cut behind the last label, the longest ones first.
+
+    Yields (numbers of the rows ``[B]``, their tokens and labels ``[B, T']``) of the share of one of several processes.
+    All of them get the same number of batches: a target that is spread over them runs in all of them at once. Where
+    there is none left for a process, its last one is another's, without labels.
+    """
+    places = torch.arange(1, supervised.shape[1] + 1, device=supervised.device)
+    lengths = (supervised * places).amax(1).clamp(min=min(2, len(places)))  # a label and the token before it
+    order, batches, begin = lengths.argsort(descending=True, stable=True), list[Tensor](), 0
+    while begin < len(order):
+        rows = order[begin : begin + max(1, positions // int(lengths[order[begin]]))]
+        batches.append(rows)
+        begin += len(rows)
+    for first in range(0, len(batches), processes):
+        own = first + process < len(batches)
+        rows = batches[first + process if own else -1]
+        length = int(lengths[rows[0]])
+        yield rows, tokens[rows, :length], supervised[rows, :length] & own
+
+
+def in_batches(ranks_of: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, supervised: Tensor, *share: int) -> Tensor:
+    """Ranks ``[S, T, …]`` int64 of all rows from a function that gives those of a batch, ``ranks_of(tokens,
+    supervised)``; −1 at rows of other processes. ``share``: as :func:`row_batches` takes it."""
+    ranks = None
+    for rows, part, marks in row_batches(tokens, supervised, *share):
+        found = ranks_of(part, marks).cpu()
+        if ranks is None:
+            ranks = torch.full((*tokens.shape, *found.shape[2:]), -1, dtype=torch.int64)
+        ranks[rows, : part.shape[1]] = found
+    assert ranks is not None, "there is no row"
     return ranks
 
 
-@torch.inference_mode()
-def eagle_ranks(
-    target: Target,
-    eagle: Eagle,
-    tokens: Tensor,
-    supervised: Tensor,
-    depth: int,
-    batch_size: int = 16,
-    on_done: Callable[[int], None] | None = None,
-) -> Tensor:
+@torch.no_grad()
+def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor) -> Tensor:
+    """The rank that each Medusa head gives to the true token: ``[B, T, K]`` int64, at position t head k's rank of
+    x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
+    label or where position t + 1 is no answer's token (no step begins there). All rows run at once;
+    :func:`in_batches` bounds them."""
+    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
+    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
+    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, num_heads)
+    hidden = target.hidden(tokens.long().to(target.device))[begins.to(target.device)]  # [P, d]
+    for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
+        logits = (heads.head_logits(k, chunk, draft_head) for chunk in features.split(LOGITS))
+        best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
+        ranks[..., k][begins] = label_ranks(best, labels[..., k][begins])
+    return ranks
+
+
+@torch.no_grad()
+def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
     drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
     of :func:`head_ranks`; ``depth``: K.
@@ -104,43 +123,34 @@ def eagle_ranks(
     ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
     dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
-    for start in range(0, len(tokens), batch_size):
-        part = slice(start, start + batch_size)
-        begins, labels = F.pad(supervised[part, 1:], (0, 1)), draft_labels(tokens[part], supervised[part], depth)
-        rows, places = tokens[part].to(target.device), marked_places(begins)  # [B, P]
-        begun = begins.gather(1, places)
-        features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
-        for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
-            chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
-            best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
-            ranks[part, :, k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
-        if on_done:
-            on_done(min(start + batch_size, len(tokens)))
+    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, depth)
+    rows, places = tokens.to(target.device), marked_places(begins)  # [B, P]
+    begun = begins.gather(1, places)
+    features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
+    for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
+        chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
+        best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
+        ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
     return ranks
 
 
-@torch.inference_mode()
-def next_token_ranks(
-    model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None, batch_size: int = 16
-) -> Tensor:
+@torch.no_grad()
+def next_token_ranks(model: Target, tokens: Tensor, supervised: Tensor, draft_vocab: Tensor | None = None) -> Tensor:
     """The rank that a causal LM of the target's vocabulary gives to each token of the answers, after the true ones
-    before it: ``[S, T]`` int64, ``MAX_RANK`` if it is not among the best (nor among the ``draft_vocab [D]`` int64,
-    ascending, if there is one), −1 where the token is no answer's, and at t = 0."""
+    before it: ``[B, T]`` int64, ``MAX_RANK`` if it is not among the best (nor among the ``draft_vocab [D]`` int64,
+    ascending, if there is one), −1 where the token is no answer's, and at t = 0. All rows run at once, as in
+    :func:`head_ranks`."""
     ranks = torch.full(tokens.shape, -1, dtype=torch.int64)
     # A scale or cap of the logits does not change their order.
     head = model.logits if draft_vocab is None else head_rows(model.lm_head, draft_vocab.to(model.device))
-    for start in range(0, len(tokens), batch_size):
-        part = slice(start, start + batch_size)
-        rows = tokens[part].long()
-        labelled = supervised[part, 1:].cpu()
-        hidden = model.hidden(rows.to(model.device))[:, :-1][labelled.to(model.device)]  # [P, d]
-        best: list[Tensor] = []
-        for chunk in hidden.split(LOGITS):
-            logits = head(chunk)
-            top = logits.topk(min(MAX_RANK, logits.shape[-1]), -1).indices
-            best.append((top if draft_vocab is None else draft_vocab.to(top.device)[top]).cpu())
-        if best:
-            ranks[part, 1:][labelled] = label_ranks(torch.cat(best), rows[:, 1:].cpu()[labelled])
+    rows, labelled = tokens.long(), supervised[:, 1:].cpu()
+    hidden = model.hidden(rows.to(model.device))[:, :-1][labelled.to(model.device)]  # [P, d]
+    best: list[Tensor] = []
+    for chunk in hidden.split(LOGITS):
+        logits = head(chunk)
+        top = logits.topk(min(MAX_RANK, logits.shape[-1]), -1).indices
+        best.append((top if draft_vocab is None else draft_vocab.to(top.device)[top]).cpu())
+    ranks[:, 1:][labelled] = label_ranks(torch.cat(best), rows[:, 1:].cpu()[labelled])
     return ranks
 
 
@@ -205,8 +215,9 @@ def head_facts(ranks: Tensor) -> dict[str, Any]:
 
 
 def simulate(topology: Topology, ranks: Tensor) -> float:
-    """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step: exact for greedy
-    decoding, since the sequences are the target's own. ``ranks``: ``[S, T, K]``."""
+    """Mean accepted length τ (bonus token included) of a tree, by walking the sequences step by step. Exact for greedy
+    decoding where the sequences are the target's own greedy answers; of another text it is the τ of decoding that text,
+    which the target would not have written. ``ranks``: ``[S, T, K]``."""
     return simulate_ensemble((topology,), ranks[:, :, None])
 
 

@@ -48,7 +48,7 @@ def test_head_ranks(make_target, projection):
     for row, (begin, end) in enumerate(spans):
         supervised[row, begin:end] = True
         tokens[row, end:] = 0
-    ranks = head_ranks(target, heads, tokens, supervised, batch_size=2)
+    ranks = head_ranks(target, heads, tokens, supervised)
     expected = torch.full((5, 17, HEADS), -1)
     with torch.no_grad():
         for row, (begin, end) in enumerate(spans):

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from draftsmith.common.recipe import read_recipe
-from draftsmith.common.sections import Optim
+from draftsmith.common.sections import Stage, TargetSection
 from draftsmith.models.artifact import read_json
 from draftsmith.tools import schema
 from draftsmith.train import dry_run, eagle, launch, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch
+from draftsmith.train.machine import Machine
+from draftsmith.train.memory import Kept, widths
 from draftsmith.train.tiny import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +80,7 @@ def test_a_source_is_looked_at(run_main, tmp_path):
     assert code == 0 and err == "target.model_type=qwen3: 'models/tiny-lm' is llama, and taken as that\n"
     assert "chats.jsonl: 40 rows are 39 samples" in out and "1 of 40 rows skipped: 1 × an empty conversation" in out
     assert "312 rows in all are 8.0 epochs of 39" in out, "8 sequences of 39 steps"
-    assert re.search(r"reached \(an assumption\): H200 0\.00 h, .*, L4 0\.00 h", out)
+    assert re.search(r"are reached \(assumptions\): H200 0\.00 h, .*, L4 0\.00 h", " ".join(out.split()))
 
 
 @pytest.mark.parametrize(
@@ -158,12 +160,88 @@ def test_lm(run_main, tmp_path):
     assert re.search(r"decoded [1-8] tokens in \d+ steps", out), "a model of two steps may end early"
 
 
+def stage_of(sequences=2, accumulate=2, **optim) -> Stage:
+    return Stage(
+        name="x", steps=10, batch={"sequences": sequences, "accumulate": accumulate}, optim={"lr": 1e-3, **optim}
+    )
+
+
 def test_the_plan_is_arithmetic():
-    plan = dry_run.Plan("x", 7_000_000_000, 100_000_000, 2.0, Optim(lr=1e-3), 10, 4096)
-    assert plan.operations == 4096 * (2 * 7e9 + 6 * 1e8)
-    assert plan.memory == pytest.approx(14e9 + 1e8 * 16, rel=0.05)
-    eight = dry_run.Plan("x", 7_000_000_000, 100_000_000, 0.5, Optim(lr=1e-3, eight_bit=True), 10, 4096)
-    assert eight.memory == pytest.approx(3.5e9 + 1e8 * 10, rel=0.1)
+    """Weights, gradients and moments, buckets where there are several processes, what is spread, and what a micro-batch
+    takes."""
+    plan = dry_run.Plan(
+        stage_of(), 4096, 100_000_000, 7_000_000_000, frozen_bytes=2.0, kept=lambda m: Kept(m.tokens, 5, 7)
+    )
+    assert plan.operations == 2 * 4096 * 6 * 1e8, "without the target's shape"
+    one, eight = Machine("", 1), Machine("", 2)
+    wanted = {
+        "target": 14e9,
+        "trained": 1.6e9,
+        "buckets": 0,
+        "LM heads' gradients": 7,
+        "teacher": 5,
+        "activations": 4096,
+    }
+    assert plan.parts(one) == wanted and plan.memory == sum(wanted.values())
+    whole = dataclasses.replace(plan, stage=stage_of(2, 1))
+    assert whole.parts(one)["activations"] == 0, "gradients, which one micro-batch has later, are more"
+    assert whole.parts(eight) == wanted | {"buckets": 4e8, "activations": 0}
+    assert whole.parts(dataclasses.replace(eight, strategy="zero2"))["trained"] == 4e8 + 1.6e9 / 2
+    small = dataclasses.replace(plan, stage=stage_of(eight_bit=True), frozen_bytes=0.5)
+    assert small.parts(one)["target"] == 3.5e9 and small.parts(one)["trained"] == 1e9
+
+
+def test_a_mixture_of_experts_multiplies_with_a_part(tmp_path):
+    """All of it is held; a token's experts are 2 of 8, and embeddings are looked up."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "head_dim": 16}
+    experts = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, intermediate_size=64).save_pretrained(tmp_path)
+    shape = dry_run.target_shape(TargetSection(name=str(tmp_path)))
+    of_experts = 2 * 8 * 3 * 32 * 24
+    assert shape.parameters - shape.active == of_experts * 6 // 8 + 50 * 32
+    assert widths(shape.config) == (32, 32, 32, 48)
+
+
+def test_time_is_products_and_what_else_reads_and_writes():
+    one, machine = Machine.named("h100"), Machine.named("H100x8")
+    assert (one.processes, machine.processes, machine.name) == (1, 8, "8 × H100")
+    assert Machine.named("rtx4090x2").gpu == Machine.named("rtx4090").gpu
+    assert one.seconds(989e12 * 0.6, 3.35e12 * 0.8) == pytest.approx(2)
+    assert Machine("cpu", 1, cuda=False).seconds(5e9, 1e9, rate=1e9) == 5
+    plan = dry_run.Plan(stage_of(16, 2), 2048, 10**8, kept=lambda m: Kept(1e6 * m.tokens), logits=1000, scores=7)
+    alone, shared = plan.seconds(one), plan.seconds(machine)
+    assert alone / 8 < shared < alone / 7, "of an eighth of the rows; each has the optimizer's step"
+    longer = dataclasses.replace(plan, length=4096)
+    assert longer.seconds(one) > 2 * alone, "attention of longer rows"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ["--dry-run", "--as", "h999"],
+            "--as h999: known are h200, h100, a100, l40s, rtx4090, l4, and several as h200x8",
+        ),
+        (["--dry-run", "--as", "h100x3"], "batch.sequences=16 is not a multiple of processes"),
+        (["--as", "h100"], "--as h100: it is for --dry-run"),
+    ],
+)
+def test_gpus_that_cannot_be_computed_for(refused, tmp_path, options, message):
+    recipe = ROOT / "recipes/llama3-8b-eagle3.yaml"
+    assert message in refused(eagle.main, recipe, *options, f"run.output_dir={tmp_path}")
+
+
+def test_as_other_gpus(run_main, tmp_path):
+    """The sizes are those of the family's default, since the target is not here; the tiny form trains here."""
+    options = ["--dry-run", "--as", "h100x4", f"run.output_dir={tmp_path}"]
+    code, out, err = run_main(eagle.main, ROOT / "recipes/llama3-8b-eagle3.yaml", *options, "cache_hidden=disk")
+    said = " ".join(out.split())
+    assert code == 0, err
+    assert (
+        "on 4 × H100, if products reach 60% of the data sheet's peak" in said and "4 processes share the work" in said
+    )
+    assert "hidden states take 32.8 kB a token" in said and "buckets" in said
+    assert "the tiny form of this recipe trained" in said
 
 
 def test_the_plan_of_a_draft_vocabulary():
@@ -202,13 +280,15 @@ def test_micro_auto(monkeypatch, capsys, room, wanted):
     stages = "stages=[{name: a, steps: 2, batch: {sequences: 64, micro: auto}, optim: {lr: 1}}, "
     stages += "{name: b, steps: 2, batch: {sequences: 64, accumulate: 2}, optim: {lr: 1}}]"
     recipe = read_recipe(ROOT / "recipes/tiny-ssm.yaml", ssm.SsmRecipe, [stages])
-    monkeypatch.setattr(launch, "_room", lambda device: room)
+    monkeypatch.setattr(Machine, "room", room)
 
     def plans(recipe):
-        return [SimpleNamespace(memory=20 * (stage.batch.micro or 1)) for stage in recipe.stages]
+        return [
+            SimpleNamespace(parts=lambda machine, stage=stage: {"all": 20 * (stage.batch.micro or 1)})
+            for stage in recipe.stages
+        ]
 
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, is_main_process=True)
-    first, second = launch.with_micro(recipe, plans, accelerator).stages
+    first, second = launch.with_micro(recipe, plans, Machine("two", 2)).stages
     assert first.batch.micro == micro_batch(first, 2) == wanted and second == recipe.stages[1]
     sequences = f"{wanted} sequence{'s' * (wanted > 1)}"
     said = f"a: batch.micro: auto is {wanted} here; a step is {32 // wanted} times {sequences} on each of 2 processes\n"

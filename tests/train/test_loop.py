@@ -177,7 +177,7 @@ def test_a_stage_ends_by_its_seconds(tmp_path, clock, monkeypatch, capsys):
     assert rates[-1] < 0.05 * 0.2, "near final_lr, of which a twelfth is left"
     assert "toy ends after 12 of 1000 steps, by its 60 seconds\n" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "validation_loss" in line] == [12] and lines[-2]["lr"] == rates[-1]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 12] and lines[-2]["lr"] == rates[-1]
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-12"]
 
 
@@ -188,7 +188,7 @@ def test_evaluations_and_checkpoints_are_within_the_seconds(tmp_path, clock):
 
     run = job(tmp_path, evaluate_every=2)
     fit(run, Toy(), stage(**LIMITED), timed(clock, 5), slow)
-    assert run.step == 5, "after steps 2 and 4 an evaluation of 20 seconds: 5 5 20 5 5 20 5"
+    assert run.step == 4, "before the first step and after the second an evaluation of 20 seconds: 20 5 5 20 5 5"
 
 
 def test_steps_that_are_done_before_the_limit_change_nothing(tmp_path, clock, capsys):
@@ -391,6 +391,29 @@ def test_a_schedule_that_moves_is_said(tmp_path, capsys):
         assert all(said in line for line in lines)
 
 
+def evaluated(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks and sums of five held-out rows, two at a time: three batches."""
+    tokens = samples(range(5))["tokens"]
+    run.held_out, run.at_once = {"tokens": tokens, "supervised": tokens > 3}, 2 * LENGTH
+    ranks = run.held_out_ranks(lambda part, marks: torch.where(marks, part, -1)[..., None])
+    return ranks, run.held_out_sums(lambda part, marks: torch.stack([marks.sum(), (part * marks).sum()]).double())
+
+
+def evaluated_of_two(rank: int, port: int, folder: Path) -> None:
+    become(rank, port)
+    torch.save(evaluated(job(folder)), folder / f"evaluated-{rank}")
+
+
+@FORKED
+def test_two_processes_share_the_held_out_rows(tmp_path):
+    """Each gets what one process finds, though one has a batch less."""
+    assert both(evaluated_of_two, tmp_path) == [0, 0]
+    tokens = samples(range(5))["tokens"]
+    for ranks, sums in (evaluated(job(tmp_path)), *(torch.load(tmp_path / f"evaluated-{rank}") for rank in (0, 1))):
+        assert torch.equal(ranks[..., 0], torch.where(tokens > 3, tokens, -1))
+        assert sums.tolist() == [int((tokens > 3).sum()), int(tokens[tokens > 3].sum())]
+
+
 @FORKED
 def test_gradients_over_two_processes_are_the_whole_batchs(tmp_path):
     """Forked, so that they need not import torch again. Each has another number of labels; AdamW would hide a factor,
@@ -418,11 +441,11 @@ def toy_loss(step, weights):
 def test_metrics_are_means_over_labels(tmp_path):
     fit(job(tmp_path, evaluate_every=100), Toy(), stage(steps=12, lr=1e-12, accumulate=2))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [10, 12, 12]
+    assert [line["step"] for line in lines] == [0, 10, 12, 12]
     losses = [toy_loss(step, Toy().state_dict()) for step in range(12)]
-    assert lines[0]["loss"] == pytest.approx(sum(losses[:10]) / 10, abs=1e-4)
-    assert lines[1]["loss"] == pytest.approx(sum(losses[10:]) / 2, abs=1e-4)
-    assert "validation_loss" in lines[2]
+    assert lines[1]["loss"] == pytest.approx(sum(losses[:10]) / 10, abs=1e-4)
+    assert lines[2]["loss"] == pytest.approx(sum(losses[10:]) / 2, abs=1e-4)
+    assert "validation_loss" in lines[0] and "validation_loss" in lines[3]
 
 
 def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tmp_path):
@@ -434,7 +457,7 @@ def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tmp_path)
             return super().forward(batch, counts, step)
 
     fit(job(tmp_path, evaluate_every=1), Watched(0.3), stage(steps=3))
-    assert modes == [True, False] * 3
+    assert modes == [False, *[True, False] * 3]
 
 
 def test_some_parameters_learn_faster(tmp_path):
@@ -449,7 +472,7 @@ def test_some_parameters_learn_faster(tmp_path):
 
 def test_the_best_weights_are_kept(tmp_path):
     run = job(tmp_path, evaluate_every=1)
-    values = iter([3.0, 1.0, 1.0, 5.0])  # the first of equals
+    values = iter([0.5, 3.0, 1.0, 1.0, 5.0])  # the first of equals; what the stage begins with is only measured
     seen = []
 
     def evaluate(module):
@@ -458,8 +481,8 @@ def test_the_best_weights_are_kept(tmp_path):
 
     fit(run, Toy(), stage(steps=4), evaluate=evaluate)
     assert run.best == -1.0
-    seen[1].pop("frozen")
-    assert same(checkpoint.read_tensors(run.checkpoints / "best/toy"), seen[1])
+    seen[2].pop("frozen")
+    assert same(checkpoint.read_tensors(run.checkpoints / "best/toy"), seen[2])
 
 
 # ---- stopping and going on

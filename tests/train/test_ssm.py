@@ -3,6 +3,7 @@ training → artifact by the real command, also killed and interrupted."""
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.inference import decode
-from draftsmith.inference.measure.tree_statistics import matched_answers, next_token_ranks
+from draftsmith.inference.measure.tree_statistics import in_batches, matched_answers, next_token_ranks
 from draftsmith.kernels.soft_loss import ETA
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target
@@ -94,8 +95,8 @@ def test_prompts_are_marked_by_what_the_model_really_continues(make_target, m):
         size = part.stop - part.start
         tokens[number, :size] = torch.from_numpy(samples.tokens[part].astype(np.int64))
         supervised[number, :size] = torch.from_numpy(samples.supervised[part].copy())
-    for batch_size in (1, 5, 24):
-        of_rows = next_token_ranks(model, tokens, supervised, batch_size=batch_size)
+    for rows in (1, 5, 24):
+        of_rows = in_batches(partial(next_token_ranks, model), tokens, supervised, 40 * rows)
         assert matched_answers(of_rows, supervised, m).tolist() == matched
     if m < 8:
         occurs(0 < sum(matched) < len(matched))
