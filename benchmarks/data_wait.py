@@ -57,6 +57,8 @@ def share_of_waiting(made: MicroBatches, steps: int, seconds: float, workers: in
 def main() -> None:
     args = PARSER.parse_intermixed_args()
     check_options(args, "sequences", "accumulate", "tokens", "steps")
+    if min(args.workers) < 0 or not 0 <= args.milliseconds < 1e6 or args.tokens % 4:
+        raise ValueError("--workers and --milliseconds are 0 or more, --tokens a multiple of 4")
     torch.set_num_threads(args.threads)
     device, generator = torch.device(choose_device(args.device)), np.random.default_rng(0)
     total = ROWS * args.tokens

@@ -16,7 +16,7 @@ from typing import Any
 
 from draftsmith.common.command import make_console
 from draftsmith.common.sections import Source
-from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, Turns, read_prompt, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, TokenIds, Turns, read_prompt, unused_fields
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 console = make_console()
@@ -159,6 +159,9 @@ class WrittenTurns:
         return None
 
 
+Said = tuple[str, str, str, TokenIds | None]  # text, finish reason, reasoning, token ids of a message
+
+
 @dataclass
 class Conversation:
     """A conversation under way.
@@ -167,6 +170,8 @@ class Conversation:
     pending: the messages that wait for the next one; None when the conversation is over.
     speaker: whose message that is, ``assistant`` or ``user``.
     closing: the text that ends the message under way, where the engine writes the user's; None otherwise.
+    prompt: token ids of the prompt under way, where the engine answers.
+    token_ids: of each answer so far; None where they are not known.
     turn: number of messages that the model wrote so far.
     failure: why it failed, if it did.
     """
@@ -176,8 +181,10 @@ class Conversation:
     written: WrittenTurns = field(default_factory=WrittenTurns)
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    token_ids: list[TokenIds | None] = field(default_factory=list)
     speaker: str = "assistant"
     closing: str | None = None
+    prompt: list[int] = field(default_factory=list)
     turn: int = 0
     failure: RequestFailed | None = None
 
@@ -185,16 +192,16 @@ class Conversation:
         self._requests = self._converse()
         self.pending: list[Message] | None = next(self._requests)
 
-    def _converse(self) -> Generator[list[Message], tuple[str, str, str], None]:
+    def _converse(self) -> Generator[list[Message], Said, None]:
         """The whole algorithm: yields the messages before the next one and is sent that one (text, finish reason,
-        reasoning)."""
+        reasoning, token ids)."""
         for message in self.seed.messages:
             self.messages.append(message)
             if message["role"] == "user":
                 yield from self._answered()
         for _ in range(self.self_talk + (not self.seed.messages)):
             self.speaker = "user"
-            text, finish_reason, _ = yield self.messages
+            text, finish_reason, _, _ = yield self.messages
             why = self.written.rejection(text, finish_reason, not self.messages)
             if why and not self.messages:
                 raise RequestFailed(why, text[:200])
@@ -203,18 +210,19 @@ class Conversation:
             self.messages.append({"role": "user", "content": text.strip()})
             yield from self._answered()
 
-    def _answered(self) -> Generator[list[Message], tuple[str, str, str], None]:
+    def _answered(self) -> Generator[list[Message], Said, None]:
         self.speaker = "assistant"
-        text, finish_reason, reasoning = yield self.messages
+        text, finish_reason, reasoning, token_ids = yield self.messages
         thought = {"reasoning_content": reasoning} if reasoning else {}
         self.messages.append({"role": "assistant", "content": text, **thought})
         self.finish_reasons.append(finish_reason)
+        self.token_ids.append(token_ids)
 
-    def add(self, text: str, finish_reason: str, reasoning: str = "") -> None:
-        """Add the message that ``pending`` waits for, with what the model thought before it, and go on to what waits
-        for one next."""
+    def add(self, text: str, finish_reason: str, reasoning: str = "", token_ids: TokenIds | None = None) -> None:
+        """Add the message that ``pending`` waits for, with what the model thought before it and the ids of both, and go
+        on to what waits for one next."""
         try:
-            self.pending = self._requests.send((text, finish_reason, reasoning))
+            self.pending = self._requests.send((text, finish_reason, reasoning, token_ids))
         except StopIteration:
             self.pending = None
         except RequestFailed as error:

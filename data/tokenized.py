@@ -22,14 +22,15 @@ from draftsmith.common.processes import in_order
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import encode
 from draftsmith.data.chat_template import check_template, rendered_today, template_of, with_arguments
-from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_tools, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_token_ids, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
+from draftsmith.data.sampled import OTHER_TOKENIZER, encode_sampled
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "6"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows}.py give
+_VERSION = "7"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows,sampled}.py give
 CHUNK = 500  # rows that a process encodes at a time
 LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 
@@ -187,8 +188,13 @@ def encoded(
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list | str) else ()
         try:
-            keep = data.reasoning == "keep"
-            done = encode(content, tokenizer, template, data.max_length, reasons, tools, reasoning=keep, check=look)
+            keep, done, to = data.reasoning == "keep", None, data.max_length
+            ids = read_token_ids(row) if keep and isinstance(content, list) else []  # thinking is part of them
+            if ids:
+                done = encode_sampled(content, ids, tokenizer, template, to, tools, check=look)
+            if done is None:
+                done = encode(content, tokenizer, template, to, reasons, tools, reasoning=keep, check=look)
+                done = replace(done, notes=(*done.notes, *[OTHER_TOKENIZER] * done.answers)) if ids else done
         except UnusableRow:
             raise
         except ValueError as error:

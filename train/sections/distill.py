@@ -1,6 +1,6 @@
 """The recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,6 +54,7 @@ class Decoding(Section):
     mode: Literal["greedy", "sample"] = "sample"
     temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
     top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
+    top_k: int = Field(default=0, ge=0, le=1 << 20, description="for mode sample; 0: all tokens")
     max_new_tokens: Tokens = Field(default=2048, description="of an answer; one that is cut there is kept and marked")
     user_temperature: float = Field(
         default=1.0, ge=1e-3, le=1e3, description="of the user's messages that the target writes, whatever the mode"
@@ -73,12 +74,18 @@ class Engine(Section):
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
 
 
+Url = Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$")]
+
+
 class Endpoint(Section):
     """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
 
-    url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
+    url: Url | list[Url] = Field(
+        description="without /chat/completions: http://localhost:8000/v1; or a list of servers of the same model, among "
+        "which the conversations are shared out"
+    )
     model: str = Field(min_length=1, description="the name that the server knows it by")
-    concurrency: Threads = Field(default=32, description="conversations at once")
+    concurrency: Threads = Field(default=256, description="conversations at once, at each server")
     retries: int = Field(
         default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, an incomplete or malformed answer"
     )
@@ -87,6 +94,17 @@ class Endpoint(Section):
         default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each further one"
     )
     give_up: Positive = Field(default=200, description="end the run after this many prompts in a row without an answer")
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers, at least one."""
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @model_validator(mode="after")
+    def _named(self) -> "Endpoint":
+        if not self.urls:
+            raise ValueError("url: the list is empty; name at least one server")
+        return self
 
 
 class DistillRecipe(Section):
