@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from draftsmith.common.command import make_console
@@ -77,14 +78,15 @@ def read_seed(row: Any) -> tuple[Message, ...]:
 
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
-    """The seeds of all sources in their order, and the rows that were skipped.
+    """The seeds of all sources, mixed so that any beginning has the same share of each, and the rows that were skipped.
     ``max_skipped``: the share of a source's rows that may be skipped.
     Raises FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them."""
-    result: list[Seed] = []
+    parts: list[list[Seed]] = []
     seen: Counter[str] = Counter()
     total = Skipped()
     for source in sources:
-        skipped = Skipped()
+        skipped, part = Skipped(), list[Seed]()
+        parts.append(part)
 
         def read(row: Any, skipped: Skipped = skipped) -> tuple[tuple[Message, ...], set[str]]:
             return read_seed(row), unused_fields(row, UNASKED)
@@ -92,7 +94,7 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
         for place, (messages, unused) in usable(itertools.islice(rows(source)[0], source.limit), read, skipped):
             skipped.note(place, 0, (), unused)
             digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
-            result.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
+            part.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
             seen[digest] += 1
         skipped.check(source.source, max_skipped)
         total.rows += skipped.rows
@@ -100,10 +102,11 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
             total.add(reason, place if len(sources) == 1 else f"{place} of {source.source}", count)
         for line in replace(skipped, reasons={}).lines():
             console.print(f"seeds of {source.source}: {line}")
-    if not result:
+    if not any(parts):
         why = f": {total}" if total.count else ""
         raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything{why}")
-    return result, total
+    placed = [((at + 0.5) / len(part), seed) for part in parts for at, seed in enumerate(part)]
+    return [seed for _, seed in sorted(placed, key=itemgetter(0))], total
 
 
 class RequestFailed(Exception):

@@ -156,6 +156,22 @@ def test_ids_are_of_the_content_not_of_the_place(tmp_path):
         ids([a, odd, odd])
 
 
+def test_seeds_of_several_sources_are_mixed(tmp_path):
+    """Whenever a run is stopped, it has its share of each; the ids are those of each source alone."""
+    made = []
+    for name, count in (("chat", 60), ("code", 30), ("maths", 10)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{name} {n}"}) + "\n" for n in range(count)))
+        made.append(Source(source=str(path)))
+    found = read_seeds(made)[0]
+    kinds = [Path(seed.source).stem for seed in found]
+    assert Counter(kinds) == {"chat": 60, "code": 30, "maths": 10}
+    for stop in (20, 50, 70):
+        assert all(abs(count - share * stop) <= 1 for count, share in
+                   zip(map(Counter(kinds[:stop]).get, ("chat", "code", "maths")), (0.6, 0.3, 0.1), strict=True))
+    assert [seed for seed in found if seed.source == made[1].source] == read_seeds(made[1:2])[0], "each in its order"
+
+
 def test_self_talk_shows_the_model_both_sides():
     conversation = Conversation(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
     assert conversation.pending == [{"role": "user", "content": "hi"}]
