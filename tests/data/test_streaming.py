@@ -121,7 +121,9 @@ def test_what_cannot_be_streamed(tmp_path, tokenizer):
 def test_another_process_reads_on(tmp_path, tokenizer):
     """A worker, forked from a process that has read a part: it finds the same rows, moves nothing in that process, and
     leaves it the windows' ends."""
-    source, note = write(tmp_path / "a.jsonl", 30), tmp_path / "note.json"
+    path, note = tmp_path / "a.jsonl", tmp_path / "note.json"  # a file of many buffers
+    path.write_text("".join(json.dumps({"text": f"line {n} " + "far " * 2000}) + "\n" for n in range(30)))
+    source = Source(source=str(path), streaming=True)
     fresh = StreamedRows(source, data(), tokenizer, 3, tmp_path / "other.json", keep=False)
     expected = [texts(fresh, [n], tokenizer) for n in range(40)]
     rows = StreamedRows(source, data(), tokenizer, 3, note, keep=True)
