@@ -13,7 +13,9 @@ from draftsmith.benchmarks.options import SHAPES, check_options, list_option, ma
 from draftsmith.common.command import CommandLine, before_imports, run_command
 
 PARSER = CommandLine(__doc__)
-PARSER.add_argument("--shape", default="llama3-8b", help="the target's, for the width of features: " + ", ".join(SHAPES))
+PARSER.add_argument(
+    "--shape", default="llama3-8b", help="the target's, for the width of features: " + ", ".join(SHAPES)
+)
 PARSER.add_argument("--milliseconds", type=float, default=50.0, help="of a step without its batches")
 PARSER.add_argument("--sequences", type=int, default=2, help="rows of a micro-batch")
 PARSER.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
@@ -76,9 +78,14 @@ def main() -> None:
         size = args.accumulate * sum(part.nbytes for part in samples(range(args.sequences)).values()) / 1e6
         for workers in args.workers:
             share = share_of_waiting(made, args.steps, args.milliseconds / 1e3, workers, device)
-            results.append({"rows": name, "workers": workers, "megabytes": round(size, 2), "data_wait": round(share, 4)})
+            results.append(
+                {"rows": name, "workers": workers, "megabytes": round(size, 2), "data_wait": round(share, 4)}
+            )
             table.add_row(name, str(workers), f"{size:.1f}", f"{share:.1%}")
-    facts = facts_of(__file__, device) | {"shape": {k: v for k, v in vars(args).items() if k != "out"}, "results": results}
+    facts = facts_of(__file__, device) | {
+        "shape": {k: v for k, v in vars(args).items() if k != "out"},
+        "results": results,
+    }
     print_table(table, f"{args.shape}, steps of {args.milliseconds:g} ms · {facts['device']}")
     if args.out:
         write_report(args.out, facts)

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+from draftsmith.common.command import raised_by_us
+
 T = TypeVar("T")
 R = TypeVar("R")
 _work: Callable[[Any], Any]  # of a process that was made for it
@@ -42,8 +44,10 @@ def _begin(work: Callable[[Any], Any]) -> None:
 def _done(item: Any) -> Any:
     try:
         return _work(item)
-    except (ValueError, OSError) as error:  # raised in the main process, where it is one line
-        return error
+    except (ValueError, OSError) as error:
+        if not (isinstance(error, OSError) or raised_by_us(error.__traceback__)):
+            raise
+        return error  # raised in the main process, where it is one line
 
 
 def _result(waited: Future[Any]) -> Any:

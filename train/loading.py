@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.common.command import available_cores
+from draftsmith.common.command import available_cores, raised_by_us
 from draftsmith.train.launch import console
 from draftsmith.train.samples import Batch
 
@@ -56,6 +56,8 @@ class MicroBatches(Dataset[Any]):
         try:
             return self.samples(range(begin, begin + self.micro))
         except (ValueError, OSError) as error:
+            if not (isinstance(error, OSError) or raised_by_us(error.__traceback__)):
+                raise
             return error
 
 

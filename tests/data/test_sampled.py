@@ -39,7 +39,9 @@ def read(tmp_path, tokenizer):
     def read(rows, **fields):
         path = tmp_path / "shard-00000.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found = tokenized(Source(source=str(path)), data(**{"template": FORGETS, "max_skipped": 1.0, **fields}), tokenizer)
+        found = tokenized(
+            Source(source=str(path)), data(**{"template": FORGETS, "max_skipped": 1.0, **fields}), tokenizer
+        )
         samples = []
         for begin, end in zip(found.starts, found.starts[1:], strict=False):
             tokens, marks = found.tokens[begin:end], found.supervised[begin:end]
@@ -70,7 +72,7 @@ def test_answers_that_go_on_are_one_sample(read, ids):
     """Where the second prompt begins with the first one and its answer, the text is read once."""
     first, second = pieces(ids, "42!"), pieces(ids, "4!")
     prompt = ids("U:six\nA:")
-    following = prompt + first + ids("\nU:two\nA:")
+    following = prompt + first + pieces(ids, "\nU:two\nA:")
     token_ids = [{"prompt": prompt, "answer": first}, {"prompt": following, "answer": second}]
     bare = [{name: m[name] for name in ("role", "content")} for m in CHAT]
     samples, lines = read([{"messages": bare, "token_ids": token_ids}])
@@ -121,7 +123,10 @@ def test_what_cannot_be_read_is_skipped(read, ids, token_ids, said):
 def test_shards_read_the_same_from_parquet(tmp_path, read, ids, tokenizer):
     import pandas
 
-    row = {"messages": CHAT[:2], "token_ids": [{"prompt": ids("U:six\nA:"), "answer": pieces(ids, "<think>times seven</think>42!")}]}
+    row = {
+        "messages": CHAT[:2],
+        "token_ids": [{"prompt": ids("U:six\nA:"), "answer": pieces(ids, "<think>times seven</think>42!")}],
+    }
     (sample,), _ = read([row])
     path = tmp_path / "a.parquet"
     pandas.DataFrame([row, row | {"token_ids": None}]).to_parquet(path)

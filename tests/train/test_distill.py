@@ -167,8 +167,12 @@ def test_seeds_of_several_sources_are_mixed(tmp_path):
     kinds = [Path(seed.source).stem for seed in found]
     assert Counter(kinds) == {"chat": 60, "code": 30, "maths": 10}
     for stop in (20, 50, 70):
-        assert all(abs(count - share * stop) <= 1 for count, share in
-                   zip(map(Counter(kinds[:stop]).get, ("chat", "code", "maths")), (0.6, 0.3, 0.1), strict=True))
+        assert all(
+            abs(count - share * stop) <= 1
+            for count, share in zip(
+                map(Counter(kinds[:stop]).get, ("chat", "code", "maths")), (0.6, 0.3, 0.1), strict=True
+            )
+        )
     assert [seed for seed in found if seed.source == made[1].source] == read_seeds(made[1:2])[0], "each in its order"
 
 
@@ -808,7 +812,9 @@ def with_ids(asked, said="fine"):
 
 def test_a_servers_token_ids_are_kept(ask, server, tmp_path):
     """Of all answers of a conversation, or of none."""
-    (tmp_path / "seeds.jsonl").write_text(json.dumps({"turns": ["a", "b"]}) + "\n" + json.dumps({"turns": ["c"]}) + "\n")
+    (tmp_path / "seeds.jsonl").write_text(
+        json.dumps({"turns": ["a", "b"]}) + "\n" + json.dumps({"turns": ["c"]}) + "\n"
+    )
     wrong = [{"token_ids": None}, {"token_ids": ["1"]}, {"token_ids": []}, {"token_ids": [True]}]
 
     def plan(asked):
