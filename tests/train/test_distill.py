@@ -498,7 +498,7 @@ WRONG = {
     "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
     "target=null": "backend engine needs the section 'target'; add it",
     "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
-    "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': string should match",
+    "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': a server's address is http",
     "data.template=nowhere.jinja": "neither a Jinja template nor a file",
 }
 
@@ -532,9 +532,16 @@ def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
     source = {"source": str(folder / "shard-00000.jsonl")}
     data = Data.model_validate({"train": [source], "validation": [source], "max_length": 250})
     tokenizer = load_target(str(tiny_lm)).tokenizer
+    sampled = tokenized(data.train[0], data, tokenizer)
+    lines = [json.loads(line) for line in lines_of(folder).values()]
+    ids = [token for line in lines for one in line["token_ids"] for token in one["answer"]]
+    assert sampled.tokens[sampled.supervised].tolist() == ids, "the tokens that were sampled"
+    for line in lines:
+        del line["token_ids"]  # as earlier versions wrote them: the answers' texts are encoded again
+    Path(source["source"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
     samples = tokenized(data.train[0], data, tokenizer)
     answers = ""
-    for line in map(json.loads, lines_of(folder).values()):
+    for line in lines:
         said = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
         for answer, reason in zip(said, line["finish_reason"], strict=True):
             answers += answer + ("" if reason == "length" else "<|end|>")  # what was cut did not end

@@ -1,8 +1,9 @@
 """The recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
 
-from typing import Annotated, Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import (
@@ -74,13 +75,10 @@ class Engine(Section):
     threads: Threads | None = Field(default=None, description="CPU threads; all cores if left out")
 
 
-Url = Annotated[str, Field(pattern=r"^https?://[^\s@?#]+$")]
-
-
 class Endpoint(Section):
     """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
 
-    url: Url | list[Url] = Field(
+    url: str | list[str] = Field(
         description="without /chat/completions: http://localhost:8000/v1; or a list of servers of the same model, which "
         "share the conversations"
     )
@@ -100,11 +98,15 @@ class Endpoint(Section):
         """The servers, at least one."""
         return [self.url] if isinstance(self.url, str) else self.url
 
-    @model_validator(mode="after")
-    def _named(self) -> "Endpoint":
-        if not self.urls:
-            raise ValueError("url: the list is empty; name at least one server")
-        return self
+    @field_validator("url", mode="before")
+    @classmethod
+    def _urls(cls, given: Any) -> Any:
+        each = given if isinstance(given, list) else [given]
+        if not each:
+            raise ValueError("the list is empty; name at least one server")
+        if not all(isinstance(one, str) and re.fullmatch(r"https?://[^\s@?#]+", one) for one in each):
+            raise ValueError("a server's address is http://HOST:PORT/v1 or https://…, without a key, ? and #")
+        return given
 
 
 class DistillRecipe(Section):
