@@ -438,7 +438,7 @@ def test_the_second_stage_goes_on_in_the_data(train, monkeypatch):
     batch, add_lora = packing.Rows.batch, joint_training.add_lora
 
     def taken(self, numbers, length=None):
-        if length is not None and len(numbers) == 1:  # a training sample, beside others
+        if isinstance(numbers, list):  # training samples; held-out rows are a range
             rows.extend(numbers)
         return batch(self, numbers, length)
 
