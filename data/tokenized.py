@@ -22,7 +22,7 @@ from draftsmith.common.processes import in_order
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import encode
 from draftsmith.data.chat_template import check_template, rendered_today, template_of, with_arguments
-from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_token_ids, read_tools, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, TokenIds, read_sample, read_token_ids, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 from draftsmith.data.sampled import OTHER_TOKENIZER, encode_sampled
@@ -188,9 +188,8 @@ def encoded(
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list | str) else ()
         try:
-            keep, done, to = data.reasoning == "keep", None, data.max_length
-            ids = read_token_ids(row) if keep and isinstance(content, list) else []  # thinking is part of them
-            if ids:
+            keep, to, done, ids = data.reasoning == "keep", data.max_length, None, list[TokenIds]()
+            if keep and isinstance(content, list) and (ids := read_token_ids(row)):  # thinking is part of them
                 done = encode_sampled(content, ids, tokenizer, template, to, tools, check=look)
             if done is None:
                 done = encode(content, tokenizer, template, to, reasons, tools, reasoning=keep, check=look)

@@ -79,8 +79,8 @@ class Endpoint(Section):
     """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
 
     url: str | list[str] = Field(
-        description="without /chat/completions: http://localhost:8000/v1; or a list of servers of the same model, which "
-        "share the conversations"
+        description="without /chat/completions: http://localhost:8000/v1; or a list of servers of the same model, "
+        "which share the conversations"
     )
     model: str = Field(min_length=1, description="the name that the server knows it by")
     concurrency: Threads = Field(default=256, description="conversations at once, at each server")
