@@ -333,8 +333,9 @@ def test_self_distillation(world, stem, target, seeds):
     train(world, f"{stem}-self-distill", *JOINT)
     check_requests(world, target)
     answers = [[m for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")]
-    spoken = [[text for m in chat if (text := m["content"].strip())] for chat in answers]
-    assert supervised(world, f"{stem}-self-distill", target) == spoken
+    spoken = sorted(text for chat in answers for m in chat if (text := m["content"].strip()))
+    rows = supervised(world, f"{stem}-self-distill", target)  # an answer that was cut is a sample of its own
+    assert sorted(text for row in rows for text in row if text) == spoken
     finish(world, f"{stem}-self-distill")
 
 
