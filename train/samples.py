@@ -210,6 +210,11 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             samples = answered(source, target, recipe.run.seed, folder, template)
         else:
             samples = tokenized(source, recipe.data, target.tokenizer)
+            if (largest := int(samples.tokens.max(initial=0))) >= target.vocab_size:
+                raise ValueError(
+                    f"data source '{source.label}': token id {largest} is outside the target's vocabulary of "
+                    f"{target.vocab_size}; its token_ids are another model's, leave them out"
+                )
         labels = int(samples.supervised.sum())
         console.print(
             f"  {which}: {source.label}: {len(samples)} samples, {len(samples.tokens):,} tokens, "

@@ -88,13 +88,13 @@ def test_ids_of_another_tokenizer_are_not_taken(read, ids, tokenizer):
     chat = CHAT[:2]
     right = {"prompt": ids("U:six\nA:"), "answer": ids("<think>times seven</think>42!")}
     text, _ = read([{"messages": chat}])
-    for wrong in (
-        {"answer": ids("<think>times seven</think>43!")},
-        {"answer": [*right["answer"], len(tokenizer)]},
-        {"prompt": [len(tokenizer), 3]},
-    ):
-        samples, lines = read([{"messages": chat, "token_ids": [right | wrong]}])
+    for said in ("<think>times seven</think>43!", "<think>times seven</think>4"):
+        samples, lines = read([{"messages": chat, "token_ids": [right | {"answer": ids(said)}]}])
         assert samples == text and f"1 of 1 {sampled.OTHER_TOKENIZER}" in lines
+    padded = [*right["answer"], len(tokenizer) + 3]  # a model's vocabulary may have more rows than its tokenizer
+    assert read([{"messages": chat, "token_ids": [right | {"answer": padded}]}])[0] == [
+        (right["prompt"] + padded, padded)
+    ]
     samples, lines = read([{"messages": chat, "token_ids": [right]}], reasoning="drop")
     assert samples == [(ids("U:six\nA:42!\n"), ids("42!\n"))] and lines == "", "thinking is part of the ids"
 

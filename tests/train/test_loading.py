@@ -79,6 +79,15 @@ def test_workers_change_no_bit(tmp_path, workers):
     assert not same(found[0], weights(Toy()))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_random_number_is_drawn(workers):
+    """PyTorch's loader draws one for its workers, by default from the numbers that dropout takes next."""
+    before = torch.get_rng_state()
+    with loading(MicroBatches(Samples(samples), 4, 4, 1, 0), 0, 3, workers, CPU) as next_batches:
+        next_batches()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_error_in_a_worker_is_the_error(tmp_path):
     """As it was raised, without the worker's traceback in its message; that of a mistake of ours keeps it."""
 
