@@ -527,6 +527,11 @@ def test_a_template_that_refuses(run):
     assert "chat template 4 times" in run.out and counts["failed"] == {"chat template": 4}
 
 
+def silent(messages):
+    """A conversation whose answers are empty, which fits any token ids."""
+    return [m | {"content": ""} if m["role"] == "assistant" else m for m in messages]
+
+
 def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
     folder = run("whole")
     source = {"source": str(folder / "shard-00000.jsonl")}
@@ -548,7 +553,12 @@ def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
     assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
     stage = {"steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}
     drafter = write_recipe(tmp_path, tiny_lm, {"num_draft_heads": 2}, [stage], data=data.model_dump(mode="json"))
-    Runs(medusa.main, drafter, run_main)("drafter")
+    train = Runs(medusa.main, drafter, run_main)
+    train("drafter")
+    wrong = lines[0] | {"token_ids": [{"prompt": [1], "answer": [5, 10**6]}] * 3}
+    wrong["token_ids"] = wrong["token_ids"][: len(wrong["finish_reason"])]
+    Path(source["source"]).write_text(json.dumps(wrong | {"messages": silent(wrong["messages"])}) + "\n")
+    assert "token id 1000000 is outside the target's vocabulary of 300" in train.refused("wrong")
 
 
 WRITING = ["smollm2-distill", "qwen2.5-coder-0.5b-distill", "qwen2.5-coder-1.5b-distill"]  # the target begins some
