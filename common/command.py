@@ -37,7 +37,8 @@ T = TypeVar("T")
 _INTERRUPTED = "interrupted; files already written are whole"
 
 
-def _raised_by_us(traceback: TracebackType | None) -> bool:
+def raised_by_us(traceback: TracebackType | None) -> bool:
+    """Whether an error's last frame is in this project, so that its message is for the user."""
     name = ""
     while traceback is not None:
         name = traceback.tb_frame.f_globals.get("__name__", "")
@@ -260,16 +261,16 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
         _drop_output()
         sys.exit(1)
     except OSError as error:
-        if isinstance(error, ConnectionError) and error.errno is None and _raised_by_us(error.__traceback__):
+        if isinstance(error, ConnectionError) and error.errno is None and raised_by_us(error.__traceback__):
             _stop(str(error), 1)  # a server that a run needs does not answer
-        if error.errno not in (*_FULL, *_UNUSABLE) and not _raised_by_us(error.__traceback__):
+        if error.errno not in (*_FULL, *_UNUSABLE) and not raised_by_us(error.__traceback__):
             if not interrupted:
                 raise
             said = _INTERRUPTED
         else:
             _stop(_describe_os_error(error, resumable), 1 if error.errno in _FULL else 2)
     except Exception as error:
-        if isinstance(error, ValueError) and _raised_by_us(error.__traceback__):
+        if isinstance(error, ValueError) and raised_by_us(error.__traceback__):
             _stop(str(error), 2)
         if not interrupted:
             if not _out_of_memory(error):

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,9 @@ def _named(path: Path, error: BaseException) -> BaseException:
     """The error of a failed write, with the name of the file instead of the temporary one's."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), str(path))
-    if isinstance(error, Exception) and "No space left on device" in str(error):  # from a library not written in Python
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    number = re.search(r"\(os error (\d+)\)", str(error))  # of a library that is written in Rust
+    if isinstance(error, Exception) and number:
+        return OSError(int(number[1]), os.strerror(int(number[1])), str(path))
     return error
 
 

@@ -191,7 +191,8 @@ class Source(Section):
 
 
 class Data(Section):
-    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH}
+    tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH, "workers": 0}
+    may_change: ClassVar[frozenset[str]] = frozenset({"workers"})  # when a run resumes: they change no sample
 
     train: list[Source] = Field(min_length=1)
     validation: list[Source] = Field(min_length=1)
@@ -205,6 +206,14 @@ class Data(Section):
         default="keep",
         description="what the assistant thought before an answer (reasoning_content, reasoning, thinking): given to "
         "the chat template, or left out",
+    )
+    workers: int | None = Field(
+        default=None,
+        ge=0,
+        le=256,
+        description="processes beside each training process that make its batches a step ahead, and of the first one "
+        "those that tokenize the sources; 0: none; left out: two with a GPU, none without, and one per core for "
+        "tokenizing",
     )
     max_skipped: Share = Field(
         default=0.1, description="share of rows that cannot be used (unknown speaker, empty chat, …) that is an error"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
 
-from draftsmith.data.formats import Message
+from draftsmith.data.formats import Message, TokenIds, is_ids
 from draftsmith.data.seeds import CUT_THINKING, EMPTY, TOO_LONG, RequestFailed
 
 KEY = "OPENAI_API_KEY"  # the only place a key is read from; it is neither stored nor printed
@@ -35,7 +35,8 @@ NO_EFFECT: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-_EXTENSIONS = {"top_k", "min_p", "repetition_penalty"}  # not in OpenAI's own protocol
+TOKEN_IDS = {"return_token_ids": True}  # of the prompt and the answer; vLLM has them
+_EXTENSIONS = {"top_k", "min_p", "repetition_penalty", *TOKEN_IDS}  # not in OpenAI's own protocol
 T = TypeVar("T")
 
 
@@ -127,11 +128,13 @@ class Answer:
 
     finish_reason: ``stop``, ``length``, …; ``unknown`` if the server gives none.
     reasoning: what it thought before, where the server returns that apart from the answer; else empty.
+    token_ids: of the prompt as the model read it, and of all that it wrote; None if the server does not return them.
     """
 
     text: str
     finish_reason: str
     reasoning: str = ""
+    token_ids: TokenIds | None = None
 
 
 @dataclass
@@ -143,7 +146,8 @@ class Server:
     retries: how often a request is repeated after a failure that may be temporary.
     backoff: seconds before the first retry; doubled, with jitter, before each further one.
     stopped: once it is set, no pause before a retry goes on.
-    not_sent: the parameters of ``NO_EFFECT`` that the server refused; they are left out of its requests.
+    not_sent: the parameters of ``NO_EFFECT`` and ``TOKEN_IDS`` that the server refused; they are left out of its
+        requests.
     taken: those of a request that it answered; a refusal without a name does not mean them.
     """
 
@@ -161,19 +165,22 @@ class Server:
         self._key = api_key()
 
     def answer(self, messages: Sequence[Message], **options: Any) -> Answer:
-        """The model's answer to a conversation.
+        """The model's answer to a conversation, with its token ids if the server has them.
         ``options``: further fields of the request: temperature, max_tokens, …
         Raises RequestFailed: no answer after all retries, or the failure is not temporary."""
-        return self.stating({"messages": list(messages), "stream": False, **options}, self._retried)
+        asked = {"messages": list(messages), "stream": False, **options}
+        return self.stating(asked, self._retried, NO_EFFECT | TOKEN_IDS)
 
-    def stating(self, fields: Mapping[str, Any], send: Callable[[bytes], T]) -> T:
-        """What ``send`` returns of a request's body with these fields, the model, and all of ``NO_EFFECT`` that the
+    def stating(
+        self, fields: Mapping[str, Any], send: Callable[[bytes], T], optional: Mapping[str, Any] = NO_EFFECT
+    ) -> T:
+        """What ``send`` returns of a request's body with these fields, the model, and all of ``optional`` that the
         fields do not have. A parameter that the server's refusal names is left out; if it names none, those are that
         are not in OpenAI's protocol. The server gets no parameter again without which it answered.
         Raises RequestFailed: as ``send`` does."""
         not_sent = self.not_sent
         while True:
-            stated = {name: value for name, value in NO_EFFECT.items() if name not in not_sent and name not in fields}
+            stated = {name: value for name, value in optional.items() if name not in not_sent and name not in fields}
             try:
                 found = send(json.dumps({"model": self.model, **stated, **fields}).encode())
             except RequestFailed as error:
@@ -229,7 +236,8 @@ class Server:
         except (OSError, http.client.HTTPException) as error:
             raise self.broken(error) from None
         try:
-            choice = json.loads(content)["choices"][0]
+            whole = json.loads(content)
+            choice = whole["choices"][0]
             message, finish_reason = choice["message"], str(choice.get("finish_reason") or "unknown")
             text = message.get("content") or ""
             if isinstance(text, list) and all(isinstance(part.get("text"), str) for part in text):
@@ -249,7 +257,9 @@ class Server:
         if reasoning and not text.strip():
             thought = self.short(f"it thought: {reasoning}")
             raise RequestFailed(CUT_THINKING if finish_reason == "length" else EMPTY, thought)
-        return Answer(text, finish_reason, reasoning)
+        prompt, ids = whole.get("prompt_token_ids"), choice.get("token_ids")
+        token_ids = TokenIds(prompt=prompt, answer=ids) if is_ids(prompt) and is_ids(ids) else None
+        return Answer(text, finish_reason, reasoning, token_ids)
 
     def _refusal(self, code: int, body: IO[bytes], retry_after: str | None) -> RequestFailed:
         try:
@@ -260,7 +270,7 @@ class Server:
         if code in (400, 413, 422) and re.search("context.(length|size)", detail):
             return RequestFailed(TOO_LONG, detail)
         retry = code in (408, 429) or code >= 500
-        named = frozenset(name for name in NO_EFFECT if not retry and re.search(rf"\b{name}\b", text))
+        named = frozenset(name for name in NO_EFFECT | TOKEN_IDS if not retry and re.search(rf"\b{name}\b", text))
         return RequestFailed(f"http {code}", detail, retry, _seconds(retry_after), named)
 
     def short(self, message: str) -> str:

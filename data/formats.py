@@ -6,7 +6,9 @@
     prompt, completion  two texts, or two lists of messages     to train on; without completion it can only be asked
     text                a document                              to train on
 
-A conversation may come with ``system``, a text that becomes its first message, and ``tools``. A message may have
+A conversation may come with ``system``, a text that becomes its first message, ``tools``, and ``token_ids``: one object
+for each of the assistant's messages, with the ids of its ``prompt`` as the model read it, and of the ``answer`` as it
+was sampled. A message may have
 further fields (``tool_calls``, ``reasoning_content``, ``weight``, …). They are kept, except null and empty ones:
 parquet gives each message the fields of all others, and a row is the same from JSON and from parquet.
 
@@ -17,7 +19,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from draftsmith.data.rows import UnusableRow
 
@@ -37,6 +39,7 @@ FLAGS = ("weight", "loss", "train", "loss_mask")  # 0 or false: the message is n
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant wrote before its answer
 # Fields that are read wherever they have an effect, and those that train/distill.py notes for people.
 _KNOWN = {"messages", "conversations", "turns", "prompt", "completion", "text", "id", "source", "finish_reason"}
+_KNOWN |= {"token_ids"}
 _KNOWN |= {"role", "content", "from", "value"}
 
 
@@ -53,6 +56,33 @@ class Turns:
     """The user's messages of a conversation, at least one; each is asked after the answer to the one before."""
 
     texts: tuple[str, ...]
+
+
+class TokenIds(TypedDict):
+    """The ids of an answer's prompt, from the text's beginning on, and of the answer with what the model thought before
+    it and the token that ended it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def is_ids(value: object) -> bool:
+    """Whether it is a list of token ids, at least one."""
+    return isinstance(value, list) and bool(value) and all(type(one) is int and one >= 0 for one in value)
+
+
+def read_token_ids(row: Mapping[str, Any]) -> list[TokenIds]:
+    """The token ids of the assistant's messages, one for each; none if left out.
+    Raises UnusableRow: they are something else."""
+    found = row.get("token_ids")
+    if found is None:
+        return []
+    fields = ("prompt", "answer")
+    if not isinstance(found, list) or not all(
+        isinstance(one, Mapping) and all(is_ids(one.get(name)) for name in fields) for one in found
+    ):
+        raise UnusableRow("token_ids is no list of objects with the ids of a prompt and an answer")
+    return [TokenIds(prompt=one["prompt"], answer=one["answer"]) for one in found]
 
 
 def read_sample(row: Any) -> str | list[Message] | Completion:

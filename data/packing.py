@@ -77,6 +77,20 @@ class Tokenized:
         marks = np.frombuffer(bytes(supervised), np.bool_)
         return cls(np.asarray(tokens, np.int32), marks, np.cumsum(lengths, dtype=np.int64))
 
+    @classmethod
+    def joined(cls, parts: Sequence["Tokenized"]) -> "Tokenized":
+        """Parts of a source, in their order, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        skipped = Skipped()
+        for part in parts:
+            skipped.merge(part.skipped)
+        sizes = [np.diff(part.starts) for part in parts]
+        starts = np.concatenate([[0], np.cumsum(np.concatenate([*sizes, []]), dtype=np.int64)])
+        tokens = np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int32)])
+        supervised = np.concatenate([part.supervised for part in parts] or [np.empty(0, np.bool_)])
+        return cls(tokens, supervised, starts.astype(np.int64), skipped)
+
 
 class Rows:
     """Samples as rows. With ``share``, a row has ``length`` tokens and several samples (best fit, longest first);
@@ -104,8 +118,15 @@ class Rows:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def longest(self, numbers: Sequence[int]) -> int:
+        """The length that these rows need in a batch: ``length`` with ``share``, whose rows are nearly full."""
+        if self.share:
+            return self.length
+        starts = self.samples.starts
+        return max(int(starts[sample + 1] - starts[sample]) for number in numbers for sample in self.rows[number])
+
     def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
-        """The rows with these numbers, padded to ``length`` (T; the longest row's if left out).
+        """The rows with these numbers, padded to ``length`` (T; that of the longest of all rows if left out).
 
         Returns:
             ``tokens [S, T]`` int32 (padding 0), ``supervised [S, T]`` bool, ``segment [S, T]`` int32 (1, 2, … by sample

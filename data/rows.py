@@ -66,6 +66,14 @@ class Skipped:
         for name in sorted(unused):
             _count(self.unused, name, place, rest="others")
 
+    def merge(self, later: "Skipped") -> None:
+        """Add the counts of rows that come after these."""
+        self.rows, self.answers = self.rows + later.rows, self.answers + later.answers
+        pairs = [(self.reasons, later.reasons, "other reasons"), (self.notes, later.notes, "others")]
+        for counts, more, rest in [*pairs, (self.unused, later.unused, "others")]:
+            for what, (count, place) in more.items():
+                _count(counts, what, place, count, rest)
+
     def table(self) -> list[tuple[int, str, str]]:
         """Count, reason and place of the first row, the most frequent reason first."""
         lines = [(count, reason, place) for reason, (count, place) in self.reasons.items()]

@@ -12,11 +12,12 @@ import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from draftsmith.common.command import make_console
 from draftsmith.common.sections import Source
-from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, Turns, read_prompt, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, TokenIds, Turns, read_prompt, unused_fields
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 console = make_console()
@@ -77,14 +78,15 @@ def read_seed(row: Any) -> tuple[Message, ...]:
 
 
 def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[list[Seed], Skipped]:
-    """The seeds of all sources in their order, and the rows that were skipped.
+    """The seeds of all sources, mixed so that any beginning has the same share of each, and the rows that were skipped.
     ``max_skipped``: the share of a source's rows that may be skipped.
     Raises FileNotFoundError, ValueError: a source cannot be read, too many of its rows ask nothing, or all of them."""
-    result: list[Seed] = []
+    parts: list[list[Seed]] = []
     seen: Counter[str] = Counter()
     total = Skipped()
     for source in sources:
-        skipped = Skipped()
+        skipped, part = Skipped(), list[Seed]()
+        parts.append(part)
 
         def read(row: Any, skipped: Skipped = skipped) -> tuple[tuple[Message, ...], set[str]]:
             return read_seed(row), unused_fields(row, UNASKED)
@@ -92,7 +94,7 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
         for place, (messages, unused) in usable(itertools.islice(rows(source)[0], source.limit), read, skipped):
             skipped.note(place, 0, (), unused)
             digest = hashlib.sha256(json.dumps([source.source, messages]).encode()).hexdigest()[:20]
-            result.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
+            part.append(Seed(f"{digest}-{seen[digest]}" if seen[digest] else digest, source.source, messages))
             seen[digest] += 1
         skipped.check(source.source, max_skipped)
         total.rows += skipped.rows
@@ -100,10 +102,11 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
             total.add(reason, place if len(sources) == 1 else f"{place} of {source.source}", count)
         for line in replace(skipped, reasons={}).lines():
             console.print(f"seeds of {source.source}: {line}")
-    if not result:
+    if not any(parts):
         why = f": {total}" if total.count else ""
         raise ValueError(f"data.seeds: no row of {', '.join(s.source for s in sources)} asks anything{why}")
-    return result, total
+    placed = [((at + 0.5) / len(part), seed) for part in parts for at, seed in enumerate(part)]
+    return [seed for _, seed in sorted(placed, key=itemgetter(0))], total
 
 
 class RequestFailed(Exception):
@@ -159,6 +162,9 @@ class WrittenTurns:
         return None
 
 
+Said = tuple[str, str, str, TokenIds | None]  # text, finish reason, reasoning, token ids of a message
+
+
 @dataclass
 class Conversation:
     """A conversation under way.
@@ -167,6 +173,8 @@ class Conversation:
     pending: the messages that wait for the next one; None when the conversation is over.
     speaker: whose message that is, ``assistant`` or ``user``.
     closing: the text that ends the message under way, where the engine writes the user's; None otherwise.
+    prompt: token ids of the prompt under way, where the engine answers.
+    token_ids: of each answer so far; None where they are not known.
     turn: number of messages that the model wrote so far.
     failure: why it failed, if it did.
     """
@@ -176,8 +184,10 @@ class Conversation:
     written: WrittenTurns = field(default_factory=WrittenTurns)
     messages: list[Message] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    token_ids: list[TokenIds | None] = field(default_factory=list)
     speaker: str = "assistant"
     closing: str | None = None
+    prompt: list[int] = field(default_factory=list)
     turn: int = 0
     failure: RequestFailed | None = None
 
@@ -185,16 +195,16 @@ class Conversation:
         self._requests = self._converse()
         self.pending: list[Message] | None = next(self._requests)
 
-    def _converse(self) -> Generator[list[Message], tuple[str, str, str], None]:
+    def _converse(self) -> Generator[list[Message], Said, None]:
         """The whole algorithm: yields the messages before the next one and is sent that one (text, finish reason,
-        reasoning)."""
+        reasoning, token ids)."""
         for message in self.seed.messages:
             self.messages.append(message)
             if message["role"] == "user":
                 yield from self._answered()
         for _ in range(self.self_talk + (not self.seed.messages)):
             self.speaker = "user"
-            text, finish_reason, _ = yield self.messages
+            text, finish_reason, _, _ = yield self.messages
             why = self.written.rejection(text, finish_reason, not self.messages)
             if why and not self.messages:
                 raise RequestFailed(why, text[:200])
@@ -203,18 +213,19 @@ class Conversation:
             self.messages.append({"role": "user", "content": text.strip()})
             yield from self._answered()
 
-    def _answered(self) -> Generator[list[Message], tuple[str, str, str], None]:
+    def _answered(self) -> Generator[list[Message], Said, None]:
         self.speaker = "assistant"
-        text, finish_reason, reasoning = yield self.messages
+        text, finish_reason, reasoning, token_ids = yield self.messages
         thought = {"reasoning_content": reasoning} if reasoning else {}
         self.messages.append({"role": "assistant", "content": text, **thought})
         self.finish_reasons.append(finish_reason)
+        self.token_ids.append(token_ids)
 
-    def add(self, text: str, finish_reason: str, reasoning: str = "") -> None:
-        """Add the message that ``pending`` waits for, with what the model thought before it, and go on to what waits
-        for one next."""
+    def add(self, text: str, finish_reason: str, reasoning: str = "", token_ids: TokenIds | None = None) -> None:
+        """Add the message that ``pending`` waits for, with what the model thought before it and the ids of both, and go
+        on to what waits for one next."""
         try:
-            self.pending = self._requests.send((text, finish_reason, reasoning))
+            self.pending = self._requests.send((text, finish_reason, reasoning, token_ids))
         except StopIteration:
             self.pending = None
         except RequestFailed as error:

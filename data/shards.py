@@ -1,6 +1,7 @@
 """Finished conversations in append-only files: a kill at any moment loses at most the line being written.
 
-shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "source"}, LINES of them in each
+shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "source", "token_ids": [one per answer, if
+                       all are known: the ids of its prompt and its own]}, LINES of them in each
 failures.jsonl         {"id", "source", "reason", "detail"}: prompts without an answer
 manifest.json          all settings that the answers depend on, and the counts
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.files import append, json_object, parse_json, replacing
-from draftsmith.data.formats import Message
+from draftsmith.data.formats import Message, TokenIds
 from draftsmith.data.seeds import WRITTEN
 
 LINES = 1000  # of a shard
@@ -95,9 +96,17 @@ class Shards:
         self.answers[seed] = len(finish_reasons)
         self.finish_reasons.update(finish_reasons)
 
-    def add(self, seed: str, messages: Sequence[Message], finish_reasons: Sequence[str], source: str) -> None:
+    def add(
+        self,
+        seed: str,
+        messages: Sequence[Message],
+        finish_reasons: Sequence[str],
+        source: str,
+        token_ids: Sequence[TokenIds | None] = (),
+    ) -> None:
         """Append a finished conversation; it is on the disk when this returns."""
         line = {"id": seed, "messages": messages, "finish_reason": finish_reasons, "source": source}
+        line |= {"token_ids": token_ids} if token_ids and all(token_ids) else {}
         _append(self.folder / f"shard-{len(self.answers) // LINES:05}.jsonl", line)
         self._count(seed, finish_reasons)
         self.failures.pop(seed, None)

@@ -9,6 +9,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,22 +59,25 @@ class StreamedRows:
         }
         self.ends: list[int] = []  # number of rows up to the end of each window, over all epochs
         self.per_epoch: int | None = None  # number of windows; known once the source has ended
-        kept = json_object(note) if note.exists() else {}
+        kept = self._read_note()
         if kept.get("asked") == self.request:
-            self.ends, self.per_epoch = kept["ends"], kept["per_epoch"]
+            pass
         elif today and isinstance(kept.get("asked"), dict) and {**kept["asked"], "today": today} == self.request:
             raise ValueError(
                 f"data source '{source.source}': its chats were streamed with another date, which the chat template "
                 "prints; pin that date by data.template_arguments, or begin a new run"
             )
         self._window: tuple[int, Rows | None, np.ndarray] | None = None
-        self._reading: tuple[int, Any] | None = (0, first)  # the next window of the open iterator
+        # The open iterator, its next window, and the process that opened it: a forked one would move the other's file.
+        self._reading: tuple[Any, int, int] = first, 0, os.getpid()
         self.skipped = self._load(0)
 
     def batch(self, numbers: Sequence[int], length: int | None = None) -> dict[str, torch.Tensor]:
         """Like :meth:`Rows.batch`; ``numbers`` count from the beginning of the run."""
         parts = []
         for number in numbers:
+            if not self.ends or number >= self.ends[-1]:
+                self._read_note()
             while not self.ends or number >= self.ends[-1]:
                 self._load(len(self.ends))
             window = bisect.bisect_right(self.ends, number)
@@ -86,15 +90,23 @@ class StreamedRows:
             parts.append(packed.batch([int(order[number - first])], length or self.length))
         return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
+    def _read_note(self) -> dict[str, Any]:
+        """What the note holds. The windows' ends, which an earlier run or a worker of this one found, are taken."""
+        kept = json_object(self.note) if self.note.exists() else {}
+        if kept.get("asked") == self.request and len(kept["ends"]) >= len(self.ends):
+            self.ends, self.per_epoch = kept["ends"], kept["per_epoch"]
+        return kept
+
     def _read(self, window: int) -> list[tuple[str, Any]]:
         """Read a window of the first epoch; it is shorter, or empty, at the source's end."""
-        if self._reading is None or self._reading[0] != window:
-            self._reading = window, rows(self.source, skip=window * WINDOW)[0]
+        if self._reading[1:] != (window, os.getpid()):
+            self._reading = rows(self.source, skip=window * WINDOW)[0], window, os.getpid()
         limit = WINDOW
         if self.source.limit is not None:
             limit = max(0, min(WINDOW, self.source.limit - window * WINDOW))
-        window_rows = list(itertools.islice(self._reading[1], limit))
-        self._reading = window + 1, self._reading[1]
+        opened, _, process = self._reading
+        window_rows = list(itertools.islice(opened, limit))
+        self._reading = opened, window + 1, process
         return window_rows
 
     def _load(self, window: int) -> Skipped:

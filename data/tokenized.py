@@ -16,18 +16,22 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from draftsmith.common.command import available_cores
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
+from draftsmith.common.processes import in_order
 from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import encode
 from draftsmith.data.chat_template import check_template, rendered_today, template_of, with_arguments
-from draftsmith.data.formats import FLAGS, REASONING, read_sample, read_tools, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, TokenIds, read_sample, read_token_ids, read_tools, unused_fields
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
+from draftsmith.data.sampled import OTHER_TOKENIZER, encode_sampled
 
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "6"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows}.py give
+_VERSION = "7"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows,sampled}.py give
+CHUNK = 500  # rows that a process encodes at a time
 LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 
 
@@ -108,7 +112,7 @@ def tokenized(source: Source, data: Data, tokenizer: PreTrainedTokenizerBase) ->
             ) from None
         samples = _cached(path)
         if samples is None:
-            samples = encoded(source_rows, source, data, tokenizer, template)
+            samples = _encoded_by_processes(source_rows, source, data, tokenizer, template)
             arrays = {"tokens": samples.tokens, "supervised": samples.supervised, "starts": samples.starts}
             with replacing(path) as temporary:
                 save_file(arrays, temporary, {"skipped": json.dumps(asdict(samples.skipped))})
@@ -131,17 +135,41 @@ def _cached(path: Path) -> Tokenized | None:
         return None
 
 
-def encoded(
+def _encoded_by_processes(
     placed_rows: Iterable[tuple[str, Any]],
     source: Source,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     template: str | None,
 ) -> Tokenized:
+    """What :func:`encoded` makes of the rows, :data:`CHUNK` at a time, by as many processes as ``data.workers`` says.
+    The result does not depend on how many."""
+    remaining = iter(placed_rows)
+    chunks = enumerate(iter(lambda: list(itertools.islice(remaining, CHUNK)), []))
+    begun = list(itertools.islice(chunks, 2))
+    processes = available_cores() if data.workers is None else data.workers
+
+    def encode_chunk(chunk: tuple[int, list[tuple[str, Any]]]) -> Tokenized:
+        return encoded(chunk[1], source, data, tokenizer, template, first=chunk[0] == 0)
+
+    parts = in_order(encode_chunk, itertools.chain(begun, chunks), processes if len(begun) == 2 else 1)
+    return Tokenized.joined(list(parts))
+
+
+def encoded(
+    placed_rows: Iterable[tuple[str, Any]],
+    source: Source,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    *,
+    first: bool = True,
+) -> Tokenized:
     """Encode rows, each with its place, as samples; unusable rows are counted in ``skipped``.
+    ``first``: they are the source's first ones, some of which are compared with its texts.
     Raises ValueError: an error of all rows."""
     used = set(FLAGS) if data.reasoning == "keep" else {*FLAGS, *REASONING}
-    place, looked_at, skipped = "", 0, Skipped()
+    place, looked_at, skipped = "", 0 if first else LOOKED_AT, Skipped()
     left_out: dict[tuple[str, ...], Collection[str]] = {}  # by the roles of a conversation
 
     def placed() -> Iterator[tuple[str, Any]]:
@@ -160,8 +188,12 @@ def encoded(
         reasons = row.get("finish_reason")
         reasons = reasons if isinstance(reasons, list | str) else ()
         try:
-            keep = data.reasoning == "keep"
-            done = encode(content, tokenizer, template, data.max_length, reasons, tools, reasoning=keep, check=look)
+            keep, to, done, ids = data.reasoning == "keep", data.max_length, None, list[TokenIds]()
+            if keep and isinstance(content, list) and (ids := read_token_ids(row)):  # thinking is part of them
+                done = encode_sampled(content, ids, tokenizer, template, to, tools, check=look)
+            if done is None:
+                done = encode(content, tokenizer, template, to, reasons, tools, reasoning=keep, check=look)
+                done = replace(done, notes=(*done.notes, *[OTHER_TOKENIZER] * done.answers)) if ids else done
         except UnusableRow:
             raise
         except ValueError as error:

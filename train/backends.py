@@ -1,6 +1,7 @@
 """Who answers the conversations of train/distill.py: our own engine, or a server with OpenAI's protocol."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import cache
@@ -11,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.common.command import available_cores
 from draftsmith.data.chat import encode_prompt, encode_user_turn
-from draftsmith.data.endpoint import Server, in_threads, not_sent_line
+from draftsmith.data.endpoint import Answer, Server, in_threads, not_sent_line
+from draftsmith.data.formats import TokenIds
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
@@ -36,7 +38,7 @@ def sampling_of(recipe: DistillRecipe, conversation: Conversation) -> Sampling:
     d, seed = recipe.decoding, int.from_bytes(digest[:8], "big") >> 2
     if conversation.speaker == "user":
         return Sampling(d.user_temperature, seed=seed)
-    return Sampling(d.temperature if d.mode == "sample" else 0.0, top_p=d.top_p, seed=seed)
+    return Sampling(d.temperature if d.mode == "sample" else 0.0, top_k=d.top_k, top_p=d.top_p, seed=seed)
 
 
 def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
@@ -112,7 +114,7 @@ def by_engine(
             conversation.fail(error)
             end(conversation)
             return None
-        conversation.closing = closing
+        conversation.closing, conversation.prompt = closing, prompt
         tokens = min(tokens, longest - len(prompt))
         # Not every target stops at the closing. Where it does, nothing needs to look for it in the text at each token.
         strings = [closing] if closing and not ends_with_stop_id(closing) else []
@@ -123,7 +125,7 @@ def by_engine(
         closing = conversation.closing
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
-        conversation.add(text, reason)
+        conversation.add(text, reason, token_ids=TokenIds(prompt=conversation.prompt, answer=list(result.tokens)))
         if conversation.pending is None:
             end(conversation)
         return conversation.pending is not None
@@ -140,35 +142,56 @@ def by_endpoint(
     end: Callable[[Conversation], None],
     facts: dict[str, Any],
 ) -> None:
-    """Answers of a server, ``endpoint.concurrency`` conversations at a time; ``end`` is called in this thread. The fact
-    ``not_sent`` names the sampling parameters that the server refused."""
+    """Answers of servers, ``endpoint.concurrency`` conversations at a time at each; ``end`` is called in this thread.
+    The fact ``not_sent`` names the parameters that one of them refused."""
     e, d = recipe.endpoint, recipe.decoding
     assert e is not None
-    server = Server(e.url, e.model, e.timeout, e.retries, e.backoff)
-    said = server.not_sent
+    stopped, lock = threading.Event(), threading.Lock()
+    servers = [Server(url, e.model, e.timeout, e.retries, e.backoff, stopped) for url in e.urls]
+    busy, said = [0] * len(servers), [server.not_sent for server in servers]
     arguments = {"chat_template_kwargs": recipe.data.template_arguments} if recipe.data.template_arguments else {}
 
-    def converse(conversation: Conversation) -> None:
-        while conversation.pending is not None:
-            user, sampling = conversation.speaker == "user", sampling_of(recipe, conversation)
-            options: dict[str, Any] = {"max_tokens": d.user_tokens if user else d.max_new_tokens, "temperature": 0}
-            if user or d.mode == "sample":
-                seed = sampling.seed % (1 << 31)  # what every server takes
-                options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-            messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
-            messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]  # some refuse it
+    def ask(conversation: Conversation, first: int) -> Answer:
+        """The next message, from the server of that number, or from another one if it does not answer."""
+        user, sampling = conversation.speaker == "user", sampling_of(recipe, conversation)
+        options: dict[str, Any] = {"max_tokens": d.user_tokens if user else d.max_new_tokens, "temperature": 0}
+        if user or d.mode == "sample":
+            seed = sampling.seed % (1 << 31)  # what every server takes
+            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
+            options |= {"top_k": sampling.top_k} if sampling.top_k else {}
+        assert conversation.pending is not None
+        messages = ask_for_user_turn(conversation.pending) if user else conversation.pending
+        messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]  # some refuse it
+        for server in servers[first:] + servers[:first]:
             try:
-                found = server.answer(messages, **options, **arguments)
-                if not (user or found.text.strip()):
-                    raise RequestFailed(EMPTY)
-                conversation.add(found.text, found.finish_reason, found.reasoning)
+                return server.answer(messages, **options, **arguments)
             except RequestFailed as error:
-                conversation.fail(error)
+                if not error.retry or server is servers[first - 1] or stopped.is_set():
+                    raise
+        raise AssertionError("unreachable")
 
-    with closing(in_threads(converse, conversations, e.concurrency, server.stopped)) as finished:
+    def converse(conversation: Conversation) -> None:
+        """All turns by the server with the fewest conversations, which has the earlier ones in its cache."""
+        with lock:
+            own = busy.index(min(busy))
+            busy[own] += 1
+        try:
+            while conversation.pending is not None:
+                found = ask(conversation, own)
+                if conversation.speaker == "assistant" and not found.text.strip():
+                    raise RequestFailed(EMPTY)
+                conversation.add(found.text, found.finish_reason, found.reasoning, found.token_ids)
+        except RequestFailed as error:
+            conversation.fail(error)
+        finally:
+            with lock:
+                busy[own] -= 1
+
+    with closing(in_threads(converse, conversations, e.concurrency * len(servers), stopped)) as finished:
         for conversation in finished:
-            if server.not_sent != said:
-                said = server.not_sent
-                facts["not_sent"] = sorted({*said, *facts.get("not_sent", ())})
-                console.print(not_sent_line(e.url, said), style="yellow", markup=False)
+            for number, server in enumerate(servers):
+                if server.not_sent != said[number]:
+                    said[number] = server.not_sent
+                    facts["not_sent"] = sorted({*server.not_sent, *facts.get("not_sent", ())})
+                    console.print(not_sent_line(server.url, server.not_sent), style="yellow", markup=False)
             end(conversation)

@@ -157,7 +157,7 @@ def decides_of(recipe: DistillRecipe, model: ModelFolder | None) -> dict[str, An
     fields = {
         f"decoding.{name}": value
         for name, value in recipe.decoding.model_dump(mode="json").items()
-        if own or not name.startswith("user_")
+        if (own or not name.startswith("user_")) and (name != "top_k" or value)  # older manifests have no top_k
     }
     fields |= {"run.seed": recipe.run.seed, "backend": recipe.backend, "self_talk": recipe.self_talk}
     fields |= {"data.seeds": recipe.data.model_dump(mode="json")["seeds"]}  # not 'written': more of them change none
@@ -233,7 +233,8 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
 
     write_manifest()
     if todo and recipe.endpoint and recipe.backend == "endpoint":
-        check_server(recipe.endpoint.url)
+        for url in recipe.endpoint.urls:
+            check_server(url)
     bar = ProgressBar(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo), console)
     ended, answered, failed_in_a_row, saved = 0, 0, 0, time.monotonic()
 
@@ -241,7 +242,8 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
         nonlocal ended, answered, failed_in_a_row, saved
         seed, why = conversation.seed, conversation.failure
         if why is None:
-            shards.add(seed.id, conversation.messages, conversation.finish_reasons, seed.source)
+            answers = (conversation.messages, conversation.finish_reasons)
+            shards.add(seed.id, *answers, seed.source, conversation.token_ids)
             answered, failed_in_a_row = answered + 1, 0
         else:
             shards.fail(seed.id, seed.source, why.reason, why.detail)

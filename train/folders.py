@@ -227,7 +227,7 @@ def _changed(before: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]
     whole."""
     if isinstance(now, Section) and isinstance(before, dict):
         for field, info in sorted(type(now).model_fields.items()):
-            if field not in before and info.is_required():
+            if (field not in before and info.is_required()) or field in getattr(now, "may_change", ()):
                 continue
             was = before[field] if field in before else _dumped(info.get_default(call_default_factory=True))
             yield from _changed(was, getattr(now, field), f"{name}.{field}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from draftsmith.common.sections import R, Stage
 from draftsmith.models.files.identity import difference, same_target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.launch import console
+from draftsmith.train.loading import MicroBatches, Samples, loading
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.run import LIBRARIES, Run
 from draftsmith.train.samples import Batch, Batches, Sampler
@@ -95,19 +96,6 @@ def seed_of_step(seed: int, step: int, process: int) -> int:
     """The seed of the random numbers, those of dropout, that a process draws in a step: a function of these alone, so
     that processes drop different elements and a resumed run the same as the uninterrupted one."""
     return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0])
-
-
-class Samples(Protocol):
-    """The samples of a stage: a pure function of their numbers, counted from 0, so that a resumed run sees what the
-    uninterrupted one would have seen."""
-
-    def __call__(self, numbers: range) -> Batch:
-        """The batch of these samples."""
-        ...
-
-    def describe(self, numbers: range) -> str:
-        """Where they come from, for the message about a loss that is not finite."""
-        ...
 
 
 def fit(
@@ -202,16 +190,18 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     original.train()
     since = time.monotonic()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
-    with bar, interruptible() as stop_requested:
+    made = MicroBatches(samples, per_step, micro, accumulate, accelerator.process_index)
+    ahead = loading(made, start, stage.num_steps, recipe.data.workers, accelerator.device)
+    with bar, interruptible() as stop_requested, ahead as next_batches:
         for step in range(start, stage.num_steps if spent < 1 else start):
             rate = learning_rate(stage, step, spent)
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("lr_factor", 1.0)
             torch.manual_seed(seed_of_step(recipe.run.seed, run.step, accelerator.process_index))
-            numbers = range(step * per_step, (step + 1) * per_step)
-            mine = numbers[accelerator.process_index * micro * accumulate :]
-            batches = [samples(mine[i * micro : (i + 1) * micro]) for i in range(accumulate)]
-            batches = [{k: v.to(accelerator.device) for k, v in batch.items()} for batch in batches]
+            asked = time.monotonic()
+            batches = next_batches()
+            waited = time.monotonic() - asked
+            batches = [_moved(batch, accelerator.device, later="hidden") for batch in batches]
             if labels := getattr(original, "labels", None):
                 batches = [{**batch, "labels": labels(batch)} for batch in batches]
             counts = torch.stack([original.count(b) for b in batches]).sum(0).float()
@@ -227,19 +217,18 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             totals = _backward(run, module, stepped, batches, counts, step)
             norm = torch.as_tensor(accelerator.clip_grad_norm_(trained, stage.optim.clip))
             if not torch.isfinite(norm) or not torch.isfinite(totals["loss"]):
-                _check_features(
-                    run, original, batches, f"{stage.name}: step {run.step + 1}, {samples.describe(numbers)}"
-                )
+                where = samples.describe(range(step * per_step, (step + 1) * per_step))
+                _check_features(run, original, batches, f"{stage.name}: step {run.step + 1}, {where}")
                 raise FloatingPointError(
                     f"{stage.name}: loss {float(totals['loss']):.4g}, gradient norm {float(norm):.4g} at step "
-                    f"{run.step + 1} on {samples.describe(numbers)}; "
+                    f"{run.step + 1} on {where}; "
                     f"{'' if zero_2 else 'no weights were changed by this step. '}Lower optim.lr ({stage.optim.lr:g}) "
                     "or optim.clip, then --resume from the last checkpoint"
                 )
             optimizer.step()
             optimizer.zero_grad()
             run.step += 1
-            meter.add(totals, sum(batch["tokens"].numel() for batch in batches) * processes)
+            meter.add(totals, sum(batch["tokens"].numel() for batch in batches) * processes, waited)
             ends = step == stage.num_steps - 1 or spent >= 1
             if run.step % LOG_EVERY == 0 or ends:
                 note = meter.log(run, stage, rate)
@@ -249,11 +238,11 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 console.print(f"  {stage.name}: the steps are done; evaluating …")
             if ends or (step + 1) % recipe.evaluate.every == 0:
                 _evaluate(run, original, stage, evaluate, best_on, note)
-                meter.since = since = time.monotonic()
+                since = meter.pause(since)
             stops = stop_requested() if processes == 1 else bool(stop_all)
             if ends or stops or (step + 1) % recipe.checkpoint.every == 0:
                 _save(run, original, module, optimizer, stage, step + 1)
-                meter.since = since = time.monotonic()
+                since = meter.pause(since)
             if stops:
                 raise KeyboardInterrupt(f"stopped at step {run.step}; saved. Go on with --resume")
             if ends:
@@ -262,6 +251,12 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
                     console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
                 break
     accelerator.free_memory()
+
+
+def _moved(batch: Batch, device: torch.device, later: str = "") -> Batch:
+    """A batch on a device, but for the tensor ``later``: features of a whole step would need room there, and the first
+    forward pass would wait for them. From pinned memory the copies are asynchronous."""
+    return {key: value if key == later else value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
 def _backward(
@@ -273,6 +268,7 @@ def _backward(
         last = i == len(batches) - 1
         if sharded.strategy() == "zero2":
             accelerator.gradient_state.sync_gradients = last  # DeepSpeed steps after the last backward pass
+        batch = _moved(batch, accelerator.device)
         synchronise = nullcontext() if last else accelerator.no_sync(module)
         with synchronise:
             loss, metrics = stepped(batch, counts, step)
@@ -295,7 +291,8 @@ def _check_features(run: Run[Any], module: nn.Module, batches: Sequence[Batch], 
     with switched_off(target.model), run.autocast():
         for batch in batches:
             made = target.features(batch["tokens"].long(), getattr(module, "captures", ()), batch.get("positions"))
-            found += torch.stack([~batch.get("hidden", made).isfinite().all(), ~made.isfinite().all()])
+            kept = _moved(batch, run.accelerator.device).get("hidden", made)
+            found += torch.stack([~kept.isfinite().all(), ~made.isfinite().all()])
     kept, now = (float(count) for count in run.accelerator.reduce(found, "sum"))  # every process comes here at once
     if now:
         raise FloatingPointError(
@@ -314,22 +311,32 @@ class _Meter:
 
     def __init__(self) -> None:
         self.sums, self.steps, self.tokens, self.since = dict[str, Tensor](), 0, 0, time.monotonic()
+        self.waited = 0.0  # seconds, for data
 
-    def add(self, totals: dict[str, Tensor], tokens: int) -> None:
+    def add(self, totals: dict[str, Tensor], tokens: int, waited: float) -> None:
         """A step's metrics, which stay on the device until a line is written."""
         for key, value in totals.items():
             self.sums[key] = self.sums.get(key, 0) + value
-        self.steps, self.tokens = self.steps + 1, self.tokens + tokens
+        self.steps, self.tokens, self.waited = self.steps + 1, self.tokens + tokens, self.waited + waited
+
+    def pause(self, since: float) -> float:
+        """Leave out the time since then, in which no steps were made; returns the time."""
+        now = time.monotonic()
+        self.since += now - since
+        return now
 
     def log(self, run: Run[R], stage: Stage, rate: float) -> str:
         """Write the line and begin anew; returns a note for the progress bar."""
-        now = time.monotonic()
-        reduced: dict[str, Any] = {k: run.accelerator.reduce(v.float(), "sum") for k, v in self.sums.items()}
+        now, accelerator = time.monotonic(), run.accelerator
+        sums = {**self.sums, "data_wait": torch.tensor(self.waited, device=accelerator.device)}
+        reduced: dict[str, Any] = {k: accelerator.reduce(v.float(), "sum") for k, v in sums.items()}
+        share = float(reduced.pop("data_wait")) / accelerator.num_processes / (now - self.since)
         means = {k: round(float(v) / self.steps, 5) for k, v in reduced.items()}
         speed = self.tokens / (now - self.since)
-        run.record({"step": run.step, "stage": stage.name, **means, "lr": rate, "tokens_per_second": round(speed)})
-        self.sums, self.steps, self.tokens, self.since = {}, 0, 0, now
-        return f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s"
+        speeds = {"tokens_per_second": round(speed), "data_wait": round(share, 4)}
+        run.record({"step": run.step, "stage": stage.name, **means, "lr": rate, **speeds})
+        self.sums, self.steps, self.tokens, self.since, self.waited = {}, 0, 0, now, 0.0
+        return f"loss {means['loss']:.3f}  {speed:,.0f} tokens/s  {share:.0%} waiting for data"
 
 
 def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, stage: Stage) -> int | None:

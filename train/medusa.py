@@ -130,8 +130,9 @@ class Medusa2(Medusa1):
         return torch.cat([super().labels(batch), following[None]])
 
     def count(self, batch: Batch) -> Tensor:
-        """Labels of each head, of the LM head, and all positions."""
-        return torch.cat([super().count(batch), torch.ones_like(batch["tokens"], dtype=torch.int64).sum()[None]])
+        """Labels of each head, of the LM head, and all positions but padding."""
+        positions = batch["segment"] > 0 if "segment" in batch else torch.ones_like(batch["tokens"])
+        return torch.cat([super().count(batch), positions.sum()[None]])
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """L_LM + λ0 · L_heads."""

@@ -39,8 +39,9 @@ TEXTS, TOKENS = 3, 160  # held-out texts that are shown; tokens of each, at most
 POINTS = 240  # of a line in a chart, at most: then each is a mean of neighbours
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 500, 210, 52, 8, 10, 26  # of a chart, and its margins
 TAU = {"simulated_tau", "tau", "tau_alone"}  # drawn together
+TITLES = {"τ": "tokens per step (τ)", "lr": "learning rate", "data_wait": "share of the time waiting for data"}
 NO_METRIC = ("step", "stage", "best")
-LAST = ("lr", "tokens_per_second")
+LAST = ("lr", "tokens_per_second", "data_wait")
 
 Points = list[tuple[int, float]]
 console = make_console()
@@ -92,8 +93,8 @@ def grouped(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[Points]
 
 def title_of(chart: str) -> str:
     """Words for the name of a chart: ``head*_held_out_top1`` → held-out top-1 accuracy of each head."""
-    if chart in ("τ", "lr"):
-        return "tokens per step (τ)" if chart == "τ" else "learning rate"
+    if chart in TITLES:
+        return TITLES[chart]
     of, star, name = chart.rpartition("*_")
     words = re.sub(r"top(\d+)", r"top-\1 accuracy", name.replace("held_out", "held-out").replace("_", " "))
     return f"{words} of each {'draft step' if of == 'step' else of}" if star else words

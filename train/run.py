@@ -21,7 +21,7 @@ from draftsmith.common.files import append, write_json
 from draftsmith.common.recipe import write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
-from draftsmith.data.tokenized import template_for
+from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.measure.tree_statistics import AT_ONCE, draft_labels, in_batches, row_batches
@@ -31,7 +31,7 @@ from draftsmith.models.export import publish
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
-from draftsmith.models.tokenizer import template_sha256
+from draftsmith.models.tokenizer import load_tokenizer, template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, folders, sharded
 from draftsmith.train.features import hidden_states
@@ -187,6 +187,7 @@ class Run(Generic[R]):
         if recipe.init_from and not self.resume:
             self.start = check_init_from(recipe, self.kind)
         t = recipe.target
+        self._tokenize(load_tokenizer(t.name, t.revision, t.trust_remote_code))
         with sharded.placing(self.accelerator, t.dtype) as place:
             target = load_target(
                 t.name,
@@ -202,6 +203,14 @@ class Run(Generic[R]):
         self.older_fingerprint = target.older_fingerprint
         torch.manual_seed(recipe.run.seed)  # for the weights that the script makes next
         return target
+
+    def _tokenize(self, tokenizer: Any) -> None:
+        """Tokenize the sources into the cache, from which :func:`rows_of` takes them: before the target takes memory,
+        and what is wrong with a source is said before minutes of loading."""
+        data = self.recipe.data
+        for source in (*data.train, *data.validation):
+            if not source.streaming and source.answers is None:
+                tokenized(source, data, tokenizer)
 
     def start_weights(self, drafter: nn.Module, target: Target) -> None:
         """Put a new drafter on the run's device, with the weights of ``init_from``; check that there is room for its

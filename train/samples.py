@@ -2,8 +2,10 @@
 
 import glob
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -54,10 +56,13 @@ class WithHidden:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def longest(self, numbers: Sequence[int]) -> int:
+        return self.rows.longest(numbers)
+
     def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
-        missing = (length or self.length) - self.length
-        hidden = torch.stack([self.hidden[number, : self.length] for number in numbers])
-        hidden = nn.functional.pad(hidden, (0, 0, 0, missing))
+        length = length or self.length
+        hidden = torch.stack([self.hidden[number, :length] for number in numbers])  # no copy of what is cut off
+        hidden = nn.functional.pad(hidden, (0, 0, 0, length - hidden.shape[1]))
         return {**self.rows.batch(numbers, length), "hidden": hidden}
 
 
@@ -105,18 +110,24 @@ class Sampler:
 
 
 class StageSamples:
-    """The samples of one stage, numbered from 0. Calling it with a range of numbers makes their batch."""
+    """The samples of one stage, numbered from 0. Calling it with a range of numbers makes their batch, padded to the
+    longest of its own rows where each holds one sample.
+
+    sequential: a source is streamed, whose windows every worker would read.
+    """
 
     def __init__(
         self, rows: Sequence[Batches], order: np.ndarray, names: Sequence[str], beside: Mapping[str, Tensor]
     ) -> None:
         self.rows, self.order, self.names, self.beside = rows, order, names, beside
+        self.sequential = not all(hasattr(part, "__len__") for part in rows)
 
     def __call__(self, numbers: range) -> Batch:
         chosen = self.order[numbers.start : numbers.stop].tolist()
-        longest = max(self.rows[source].length for source, _ in chosen)
-        parts = [self.rows[source].batch([row], longest) for source, row in chosen]
-        batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        runs = [(self.rows[at], [row for _, row in run]) for at, run in itertools.groupby(chosen, itemgetter(0))]
+        longest = max(rows.longest(run) if isinstance(rows, Rows | WithHidden) else rows.length for rows, run in runs)
+        parts = [rows.batch(run, longest) for rows, run in runs]
+        batch = parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
 
     def labels(self) -> int | None:
@@ -229,6 +240,11 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             samples = answered(source, target, recipe.run.seed, folder, template, recipe.data.max_skipped)
         else:
             samples = tokenized(source, recipe.data, target.tokenizer)
+            if (largest := int(samples.tokens.max(initial=0))) >= target.vocab_size:
+                raise ValueError(
+                    f"data source '{source.label}': token id {largest} is outside the target's vocabulary of "
+                    f"{target.vocab_size}; its token_ids are another model's, leave them out"
+                )
         labels = int(samples.supervised.sum())
         console.print(
             f"  {which}: {source.label}: {len(samples)} samples, {len(samples.tokens):,} tokens, "

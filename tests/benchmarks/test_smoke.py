@@ -28,6 +28,8 @@ COMMANDS = {
                          "1 --entries 36 40 --new-tokens 8 --drafters ngram", "rows", 2 * (2 * 2 * 2 + 1), ()),
     "compressed selection": ("selection TARGET --device cpu --contexts 64 --batch-sizes 1 3 --entries 36 40 "
                              "--new-tokens 8", "rows", 2 * 2 * 2, ()),
+    "data_wait": ("--shape tiny-lm --tokens 32 --steps 3 --milliseconds 1 --workers 0 1 --device cpu", "results", 4,
+                  ()),
     "kernel_times": ("shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60", "rows", 2 * 5, ()),
     "medusa_step": ("--vocab 300 --width 64 --layers 1 --rows 1 --length 128 --repeat 1", "results", 2, ()),
     "quality": ("HEADS --sets arithmetic reasoning --count 5 --max-new-tokens 12 --temperature 0.9", "methods", 3, ()),

@@ -14,14 +14,16 @@ SHIPPED = {
         (
             "train/distill.py",
             "DistillRecipe",
-            "llama3-70b-distill qwen2.5-coder-0.5b-distill qwen2.5-coder-1.5b-distill smollm2-distill tiny-distill "
-            "vicuna33b-distill zephyr7b-distill",
+            "llama3-70b-distill llama3.1-8b-distill llama3.3-70b-distill qwen2.5-coder-0.5b-distill "
+            "qwen2.5-coder-1.5b-distill qwen3-30b-a3b-distill qwen3-8b-non-thinking-distill qwen3-8b-thinking-distill "
+            "smollm2-distill tiny-distill vicuna33b-distill zephyr7b-distill",
         ),
         ("train/lm.py", "LmRecipe", "tiny-draft tiny-lm"),
         (
             "train/medusa.py",
             "MedusaRecipe",
-            "llama3-70b-zero3 llama3-8b qwen2.5-coder-0.5b-medusa qwen2.5-coder-1.5b-medusa qwen3-8b "
+            "llama3-70b-zero3 llama3.1-8b-medusa llama3.3-70b-medusa qwen3-30b-a3b-medusa qwen3-8b-non-thinking-medusa "
+            "qwen3-8b-thinking-medusa llama3-8b qwen2.5-coder-0.5b-medusa qwen2.5-coder-1.5b-medusa qwen3-8b "
             "smollm2-medusa smollm2-medusa2 tiny-medusa tiny-medusa2 vicuna7b "
             "vicuna33b-self-distill zephyr7b-self-distill",
         ),
@@ -30,7 +32,8 @@ SHIPPED = {
             "train/eagle.py",
             "EagleRecipe",
             "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen2.5-coder-0.5b-eagle3 "
-            "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3",
+            "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3 llama3.1-8b-eagle3 qwen3-30b-a3b-eagle3 "
+            "qwen3-8b-non-thinking-eagle3 qwen3-8b-thinking-eagle3",
         ),
         (
             "train/dynaspec.py",

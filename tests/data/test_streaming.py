@@ -1,6 +1,7 @@
 """Rows of a stream: the same rows as without, each epoch, from any place, after any restart."""
 
 import json
+import multiprocessing
 
 import pytest
 
@@ -115,3 +116,36 @@ def test_what_cannot_be_streamed(tmp_path, tokenizer):
         Source(source="stdlib", streaming=True)
     with pytest.raises(ValueError, match="set 'limit' to its number of rows"):
         data(validation=[{"source": "a/b", "streaming": True}])
+
+
+def test_another_process_reads_on(tmp_path, tokenizer):
+    """A worker, forked from a process that has read a part: it finds the same rows, moves nothing in that process, and
+    leaves it the windows' ends."""
+    path, note = tmp_path / "a.jsonl", tmp_path / "note.json"  # a file of many buffers
+    path.write_text("".join(json.dumps({"text": f"line {n} " + "far " * 2000}) + "\n" for n in range(30)))
+    source = Source(source=str(path), streaming=True)
+    fresh = StreamedRows(source, data(), tokenizer, 3, tmp_path / "other.json", keep=False)
+    expected = [texts(fresh, [n], tokenizer) for n in range(40)]
+    rows = StreamedRows(source, data(), tokenizer, 3, note, keep=True)
+    assert [texts(rows, [n], tokenizer) for n in range(6)] == expected[:6]
+    fork = multiprocessing.get_context("fork")
+    found = fork.Queue()
+    worker = fork.Process(target=lambda: found.put([texts(rows, [n], tokenizer) for n in range(6, 20)]))
+    worker.start()
+    assert found.get(timeout=60) == expected[6:20]
+    worker.join()
+    ends = rows.ends[-1]
+    assert [texts(rows, [n], tokenizer) for n in range(8, 40)] == expected[8:]
+    assert ends == 8, "what the worker read is known here by its note alone"
+
+
+def test_what_a_worker_read_is_not_read_again(tmp_path, tokenizer, monkeypatch):
+    source, note = write(tmp_path / "a.jsonl", 30), tmp_path / "note.json"
+    rows = StreamedRows(source, data(), tokenizer, 3, note, keep=True)
+    worker = multiprocessing.get_context("fork").Process(target=rows.batch, args=([25],))
+    worker.start()
+    worker.join()
+    read, original = [], streaming.rows
+    monkeypatch.setattr(streaming, "rows", lambda source, skip: read.append(skip) or original(source, skip))
+    assert texts(rows, [25], tokenizer)
+    assert read == [24], "no window before that of row 25"

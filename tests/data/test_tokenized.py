@@ -1,9 +1,12 @@
 import copy
 import json
 import multiprocessing
+import os
+import signal
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
@@ -238,3 +241,46 @@ def test_committed_answers_say_how_they_ended(name, cut, rows):
     table = pyarrow.parquet.read_table(ROOT / f"data/{name}.parquet").to_pylist()
     assert [len(row["finish_reason"]) for row in table] == [1] * rows
     assert sum(row["finish_reason"] == ["length"] for row in table) == cut
+
+
+def test_the_number_of_processes_changes_nothing(tmp_path, tokenizer, monkeypatch):
+    """Samples, their order, and the counts of rows that cannot be used, with the place of the first."""
+    monkeypatch.setattr(module, "CHUNK", 3)
+    made = [{"messages": CHATS[n % 5]} | ({"colour": n} if n % 4 == 3 else {}) for n in range(20)]
+    made[7:7] = [EMPTY, EMPTY]
+    made[15] = {"messages": 3}
+    source = write(tmp_path / "a.jsonl", made)
+    found = []
+    for workers in (0, 3):
+        monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / f"cache-{workers}"))
+        before = set(psutil.Process().children())
+        found.append(tokenized(source, data(workers=workers, max_skipped=0.5), tokenizer))
+        assert workers or set(psutil.Process().children()) == before
+    one, many = found
+    assert one.sha256() == many.sha256() and len(one) == 19 and one.skipped == many.skipped
+    assert (one.skipped.rows, one.skipped.count, one.skipped.answers) == (22, 3, 19)
+    assert one.skipped.reasons["an empty conversation"] == (2, "line 8")
+    assert one.skipped.unused["colour"][1] == "line 4"
+    whole = module.encoded([(str(n), row) for n, row in enumerate(made)], source, data(), tokenizer, None)
+    assert (whole.tokens == one.tokens).all() and (whole.starts == one.starts).all()
+
+
+def test_an_error_of_all_rows_in_a_process(tmp_path, tokenizer, monkeypatch):
+    """Is raised here, as it is; of several the first one."""
+    monkeypatch.setattr(module, "CHUNK", 2)
+    place = tmp_path / "a.jsonl"
+    source = write(place, [{"messages": chat} for chat in CHATS * 3])
+    encode = module.encode
+
+    def broken(content, *arguments, **named):
+        if "Number 3" in content[0]["content"]:
+            raise ValueError("the template is broken")
+        return encode(content, *arguments, **named)
+
+    monkeypatch.setattr(module, "encode", broken)
+    with pytest.raises(ValueError) as caught:
+        tokenized(source, data(workers=2), tokenizer)
+    assert str(caught.value) == f"data source '{place}': the template is broken (first: line 4)"
+    monkeypatch.setattr(module, "encode", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ValueError, match=r"a process has ended abruptly, .*; set data\.workers=0"):
+        tokenized(source, data(workers=2), tokenizer)

@@ -156,6 +156,8 @@ def write_weights(root: Path, manifest: dict[str, Any], ids: dict[int, int]) -> 
     if "num_key_value_heads" in config:
         grouped = manifest["config"]["num_key_value_heads"] < manifest["config"]["num_attention_heads"]
         config["num_key_value_heads"] = 2 if grouped else 4
+    if "num_experts" in config:
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if "head_dim" in config:
         config["head_dim"] = 16  # not hidden_size / num_attention_heads there, either
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -234,6 +236,14 @@ def ultrachat(number: int) -> dict[str, Any]:
     return {"prompt": messages[0]["content"], "prompt_id": f"{number:064x}", "messages": messages}
 
 
+def row(manifest: dict[str, Any], number: int) -> dict[str, Any]:
+    """Row ``number`` with the columns of a manifest: ``messages``, and others with a beginning of them."""
+    found = ultrachat(number)
+    first, answer = (message["content"] for message in found["messages"][:2])
+    found |= {"id": number, "source": "miniature", "problem": first, "solution": answer}
+    return {name: found[name] for name in manifest["columns"]}
+
+
 def build_data(root: Path, manifest: dict[str, Any]) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -246,8 +256,12 @@ def build_data(root: Path, manifest: dict[str, Any]) -> None:
         card += f"configs:\n- config_name: default\n  data_files:\n{splits}"
         for file_number, name in enumerate(n for n in manifest["files"] if n.endswith(".parquet")):
             (root / name).parent.mkdir(exist_ok=True)
-            rows = [ultrachat(1000 * file_number + number) for number in range(40)]
+            rows = [row(manifest, 1000 * file_number + number) for number in range(40)]
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / name)
+    elif manifest["format"] == "lines of JSON":
+        (name,) = (name for name in manifest["files"] if name.endswith(".jsonl"))
+        lines = (json.dumps(row(manifest, 7000 + number)) for number in range(40))
+        (root / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     else:
         wanted, other = sorted((n for n in manifest["files"] if n.endswith(".json")), key=lambda n: "V4.3" not in n)
         _json(root / wanted, [sharegpt(number) for number in range(CHATS)])

@@ -156,6 +156,26 @@ def test_ids_are_of_the_content_not_of_the_place(tmp_path):
         ids([a, odd, odd])
 
 
+def test_seeds_of_several_sources_are_mixed(tmp_path):
+    """Whenever a run is stopped, it has its share of each; the ids are those of each source alone."""
+    made = []
+    for name, count in (("chat", 60), ("code", 30), ("maths", 10)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{name} {n}"}) + "\n" for n in range(count)))
+        made.append(Source(source=str(path)))
+    found = read_seeds(made)[0]
+    kinds = [Path(seed.source).stem for seed in found]
+    assert Counter(kinds) == {"chat": 60, "code": 30, "maths": 10}
+    for stop in (20, 50, 70):
+        assert all(
+            abs(count - share * stop) <= 1
+            for count, share in zip(
+                map(Counter(kinds[:stop]).get, ("chat", "code", "maths")), (0.6, 0.3, 0.1), strict=True
+            )
+        )
+    assert [seed for seed in found if seed.source == made[1].source] == read_seeds(made[1:2])[0], "each in its order"
+
+
 def test_self_talk_shows_the_model_both_sides():
     conversation = Conversation(Seed("i", "s", ({"role": "user", "content": "hi"},)), 2)
     assert conversation.pending == [{"role": "user", "content": "hi"}]
@@ -253,17 +273,20 @@ def test_answers_are_the_targets_own_turn_by_turn(run, tiny_lm, greedy_texts, tm
     reasons = Counter()
     for seed, line in lines.items():
         assert line["source"] == str(tmp_path / "seeds.jsonl")
-        messages, finish_reasons = [], []
+        messages, finish_reasons, token_ids = [], [], []
         for asked in found[seed].messages:
             messages.append(asked)
             if asked["role"] == "system":
                 continue
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            (said,) = greedy_texts(target, [tokenizer(text, add_special_tokens=False)["input_ids"]], NEW)
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            (said,) = greedy_texts(target, [prompt], NEW)
             stop = next((place for place, token in enumerate(said) if token in target.stop_ids), None)
+            token_ids.append({"prompt": prompt, "answer": said if stop is None else said[: stop + 1]})
             finish_reasons.append("length" if stop is None else "stop")
             messages.append({"role": "assistant", "content": tokenizer.decode(said[:stop], skip_special_tokens=True)})
         assert line["messages"] == messages and line["finish_reason"] == finish_reasons
+        assert line["token_ids"] == token_ids, "as the engine had them"
         reasons.update(finish_reasons)
     assert {len(line["finish_reason"]) for line in lines.values()} == {1, 2, 3}
     manifest = json.loads((tmp_path / "whole/manifest.json").read_text())
@@ -475,7 +498,7 @@ WRONG = {
     "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
     "target=null": "backend engine needs the section 'target'; add it",
     "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
-    "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': string should match",
+    "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': a server's address is http",
     "data.template=nowhere.jinja": "neither a Jinja template nor a file",
 }
 
@@ -504,21 +527,38 @@ def test_a_template_that_refuses(run):
     assert "chat template 4 times" in run.out and counts["failed"] == {"chat template": 4}
 
 
+def silent(messages):
+    """A conversation whose answers are empty, which fits any token ids."""
+    return [m | {"content": ""} if m["role"] == "assistant" else m for m in messages]
+
+
 def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
     folder = run("whole")
     source = {"source": str(folder / "shard-00000.jsonl")}
     data = Data.model_validate({"train": [source], "validation": [source], "max_length": 250})
     tokenizer = load_target(str(tiny_lm)).tokenizer
+    sampled = tokenized(data.train[0], data, tokenizer)
+    lines = [json.loads(line) for line in lines_of(folder).values()]
+    ids = [token for line in lines for one in line["token_ids"] for token in one["answer"]]
+    assert sampled.tokens[sampled.supervised].tolist() == ids, "the tokens that were sampled"
+    for line in lines:
+        del line["token_ids"]  # as earlier versions wrote them: the answers' texts are encoded again
+    Path(source["source"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
     samples = tokenized(data.train[0], data, tokenizer)
     answers = ""
-    for line in map(json.loads, lines_of(folder).values()):
+    for line in lines:
         said = [m["content"] for m in line["messages"] if m["role"] == "assistant"]
         for answer, reason in zip(said, line["finish_reason"], strict=True):
             answers += answer + ("" if reason == "length" else "<|end|>")  # what was cut did not end
     assert tokenizer.decode(samples.tokens[samples.supervised].tolist()) == answers
     stage = {"steps": 1, "batch": {"sequences": 2}, "optim": {"lr": 1e-3}}
     drafter = write_recipe(tmp_path, tiny_lm, {"num_draft_heads": 2}, [stage], data=data.model_dump(mode="json"))
-    Runs(medusa.main, drafter, run_main)("drafter")
+    train = Runs(medusa.main, drafter, run_main)
+    train("drafter")
+    wrong = lines[0] | {"token_ids": [{"prompt": [1], "answer": [5, 10**6]}] * 3}
+    wrong["token_ids"] = wrong["token_ids"][: len(wrong["finish_reason"])]
+    Path(source["source"]).write_text(json.dumps(wrong | {"messages": silent(wrong["messages"])}) + "\n")
+    assert "token id 1000000 is outside the target's vocabulary of 300" in train.refused("wrong")
 
 
 WRITING = ["smollm2-distill", "qwen2.5-coder-0.5b-distill", "qwen2.5-coder-1.5b-distill"]  # the target begins some
@@ -669,9 +709,18 @@ NO_EFFECT = {
     **{"top_p": 1, "top_k": -1, "min_p": 0},
     **{"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
 }
+STATED = NO_EFFECT | {"return_token_ids": True}
 
 
-@pytest.mark.parametrize("options, other", [([], {}), (["decoding.mode=sample", "decoding.top_p=0.9"], {"top_p": 0.9})])
+@pytest.mark.parametrize(
+    "options, other",
+    [
+        ([], {}),
+        (["decoding.top_k=20"], {}),
+        (["decoding.mode=sample", "decoding.top_p=0.9"], {"top_p": 0.9}),
+        (["decoding={mode: sample, top_p: 0.95, top_k: 20}"], {"top_p": 0.95, "top_k": 20}),
+    ],
+)
 def test_every_sampling_parameter_is_stated(ask, server, options, other):
     """Or servers take them from the model's generation_config.json, at temperature 0 too."""
     folder = ask("whole", "data.seeds.0.limit=2", *options)
@@ -686,8 +735,9 @@ def test_every_sampling_parameter_is_stated(ask, server, options, other):
         (["top_k"], (400, b"x" * 500 + b" Unrecognized request argument supplied: top_k"), ["top_k"]),
         (["min_p"], (403, b'{"loc": ["body", "min_p"], "msg": "Extra inputs are not permitted"}'), ["min_p"]),
         (["min_p", "presence_penalty"], None, ["min_p", "presence_penalty"]),  # the first that is there, then the other
-        (["top_k"], (400, b"invalid request"), ["min_p", "repetition_penalty", "top_k"]),
-        (["min_p"], (422, b""), ["min_p", "repetition_penalty", "top_k"]),
+        (["top_k"], (400, b"invalid request"), ["min_p", "repetition_penalty", "return_token_ids", "top_k"]),
+        (["min_p"], (422, b""), ["min_p", "repetition_penalty", "return_token_ids", "top_k"]),
+        (["return_token_ids"], (400, b"unknown field: return_token_ids"), ["return_token_ids"]),
     ],
 )
 def test_what_a_server_refuses_is_left_out(ask, server, tmp_path, refused, answer, left_out):
@@ -702,7 +752,7 @@ def test_what_a_server_refuses_is_left_out(ask, server, tmp_path, refused, answe
     assert counts_of(folder)["done"] == 5
     turns = sum(1 + n % 3 for n in range(5))
     assert len(server.requests) == turns + (len(refused) if answer is None else 1), "it is not asked with them again"
-    assert NO_EFFECT.keys() - server.requests[-1][1].keys() == {*left_out}
+    assert STATED.keys() - server.requests[-1][1].keys() == {*left_out}
     server.plan = lambda asked: "fine"
     make_seeds(tmp_path / "seeds.jsonl", 6)
     ask("whole", "data.seeds.0.limit=5")
@@ -770,6 +820,85 @@ def test_reasoning_is_kept_beside_the_answer(ask, server, tmp_path):
     assert [m.keys() for m in server.requests[1][1]["messages"]] == [{"role", "content"}] * 3
 
 
+def with_ids(asked, said="fine"):
+    """vLLM's answer to a request for token ids: those of the prompt, and of what was written."""
+    turns = len(asked["messages"])
+    choice = {"message": {"content": said}, "finish_reason": "stop", "token_ids": [turns, 7, 2]}
+    return 200, json.dumps({"choices": [choice], "prompt_token_ids": list(range(1, turns + 2))}).encode()
+
+
+def test_a_servers_token_ids_are_kept(ask, server, tmp_path):
+    """Of all answers of a conversation, or of none."""
+    (tmp_path / "seeds.jsonl").write_text(
+        json.dumps({"turns": ["a", "b"]}) + "\n" + json.dumps({"turns": ["c"]}) + "\n"
+    )
+    wrong = [{"token_ids": None}, {"token_ids": ["1"]}, {"token_ids": []}, {"token_ids": [True]}]
+
+    def plan(asked):
+        code, body = with_ids(asked)
+        if asked["messages"][0]["content"] == "c":
+            body = json.loads(body)
+            body["choices"][0] |= wrong.pop()
+            return code, json.dumps(body).encode()
+        return code, body
+
+    server.plan = plan
+    for run in range(4):
+        lines = [json.loads(line) for line in lines_of(ask(f"run{run}")).values()]
+        found = {line["messages"][0]["content"]: line.get("token_ids") for line in lines}
+        assert found == {
+            "a": [{"prompt": [1, 2], "answer": [1, 7, 2]}, {"prompt": [1, 2, 3, 4], "answer": [3, 7, 2]}],
+            "c": None,
+        }
+    assert all(asked["return_token_ids"] is True for _, asked, _, _ in server.requests)
+
+
+@pytest.fixture
+def second():
+    """Another server of the same model."""
+    made = Quiet(("127.0.0.1", 0), Answering)
+    made.lock, made.released, made.requests, made.plan = threading.Lock(), threading.Event(), [], lambda asked: "fine"
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+    yield made
+    made.released.set()
+    made.shutdown()
+    made.server_close()
+
+
+def urls_of(*servers):
+    return "endpoint.url=" + json.dumps([f"http://127.0.0.1:{one.server_port}/v1" for one in servers])
+
+
+def test_several_servers_share_the_conversations(ask, server, second, tmp_path):
+    """Each conversation stays with one of them, whose cache has its beginning."""
+    make_seeds(tmp_path / "seeds.jsonl", 60)
+    alone = lines_of(ask("alone"))
+    server.requests = []
+    assert lines_of(ask("both", urls_of(server, second))) == alone
+    asked = [[request[1]["messages"] for request in one.requests] for one in (server, second)]
+    assert sum(map(len, asked)) == sum(1 + n % 3 for n in range(60)) and min(map(len, asked)) > 10
+    for chats in asked:
+        assert all(chat[:-2] in chats for chat in chats if sum(m["role"] == "user" for m in chat) > 1)
+    ask("alone", urls_of(second))
+    assert "60 of 60 prompts are answered" in ask.out, "the servers' addresses may change"
+    assert "the list is empty" in ask.refused("none", "endpoint.url=[]")
+
+
+def test_a_server_that_stops_answering_loses_its_conversations_to_the_others(ask, server, second, tmp_path):
+    make_seeds(tmp_path / "seeds.jsonl", 40)
+    answers = iter(["fine"] * 5)
+    second.plan = lambda asked: next(answers, (500, b"gone"))
+    folder = ask("whole", urls_of(server, second), "endpoint.retries=1")
+    assert counts_of(folder)["done"] == 40 and counts_of(folder)["failed"] == {}
+    assert len(second.requests) > 5
+    said = ask.refused("down", 'endpoint.url=["http://127.0.0.1:9/v1"]', code=1)
+    assert "no server answers at 127.0.0.1:9" in said
+    server.plan = second.plan = lambda asked: (400, b"the maximum context length is 9")
+    server.requests, second.requests = [], []
+    ask.refused("long", urls_of(server, second), "data.seeds.0.limit=1", code=1)
+    assert len(server.requests) + len(second.requests) == 1, "what no server can answer is asked once"
+
+
 def test_nobody_answers_what_is_left(ask, server, tmp_path):
     """Done before or not: a run that gets no answer fails, also if one prompt has only itself to blame."""
     plan = {"1": "fine", "2": (400, b"context length"), "3": (500, b"gone")}
@@ -832,6 +961,16 @@ def test_which_failures_are_retried(ask, server, tmp_path, what, requests, reaso
     assert len(server.requests) == requests and said.startswith("error: no answers: 0 of 1 prompts are answered")
     assert f"{reason} 1 times" in said and what[1].decode() in said
     assert counts_of(tmp_path / "whole")["failed"] == {reason: 1}
+
+
+def test_a_limit_to_the_likeliest_tokens(ask, tmp_path):
+    """It decides about the answers; folders of earlier versions, which had none, go on without."""
+    folder = ask("whole", "decoding.mode=sample")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert "decoding.top_k" not in manifest["decides"], "as earlier versions wrote it"
+    ask("whole", "decoding.mode=sample")
+    said = ask.refused("whole", "decoding.mode=sample", "decoding.top_k=20")
+    assert "its answers belong to another recipe (decoding.top_k: null → 20)" in said
 
 
 def test_retry_after_is_waited_for(ask, server):

@@ -75,6 +75,8 @@ def evaluate(module):
 class Samples:
     """What ``make`` makes of numbers, as the loop takes it."""
 
+    sequential = False
+
     def __init__(self, make) -> None:
         self.make = make
 

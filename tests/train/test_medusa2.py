@@ -102,6 +102,18 @@ def test_loss_is_its_definition(make_target, monkeypatch, kind, modules):
         assert float(other.detach()) > 1.1 * float(loss.detach())
 
 
+def test_padding_changes_nothing(make_target):
+    """A batch is padded to its own longest row: the loss of a step does not depend on how long that is."""
+    module = make_module(make_target("llama"), modules=ALL, loss="kl", ramp="constant")
+    batch = make_batch(61)
+    batch["segment"] = (batch["tokens"] > 0).int()
+    longer = {name: F.pad(part, (0, 5)) for name, part in batch.items()}
+    count = module.count(batch)
+    assert torch.equal(module.count(longer), count) and int(count[-1]) < 56
+    losses = [float(module(each, count, STEPS - 1)[0].detach()) for each in (batch, longer)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_adapters_train_in_float32(make_target):
     """Beside a target in bfloat16 too: an update of 1e-4 of a weight is none in bfloat16."""
     target = make_target("llama")
@@ -431,7 +443,7 @@ def test_the_second_stage_goes_on_in_the_data(train, monkeypatch):
     batch, add_lora = packing.Rows.batch, joint_training.add_lora
 
     def taken(self, numbers, length=None):
-        if length is not None and len(numbers) == 1:  # a training sample, beside others
+        if isinstance(numbers, list):  # training samples; held-out rows are a range
             rows.extend(numbers)
         return batch(self, numbers, length)
 

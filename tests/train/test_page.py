@@ -62,7 +62,7 @@ def test_it_shows_every_metric(whole):
         assert shown[name].keys() == wanted.keys()
         assert all(math.isclose(shown[name][step], wanted[step], rel_tol=1e-4) for step in wanted)
         assert page.count(f'data-metric="{name}"') == 2, "a line and its last value"
-    assert list(charts)[:2] == ["τ", "loss"] and list(charts)[-2:] == ["lr", "tokens_per_second"]
+    assert list(charts)[:2] == ["τ", "loss"] and list(charts)[-2:] == ["tokens_per_second", "data_wait"]
     assert list(charts["head*_loss"]) == ["head1_loss", "head2_loss", "head3_loss"]
     assert re.findall(STATE, page) == ["finished"] and "of 40 steps" in page and "second begins" in page
     assert "num_draft_heads: 3" in page and json.loads((whole / "provenance.json").read_text())["device"] in page

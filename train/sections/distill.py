@@ -1,8 +1,9 @@
 """The recipe of train/distill.py: what is asked, how it is decoded, and who answers."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import (
@@ -54,6 +55,7 @@ class Decoding(Section):
     mode: Literal["greedy", "sample"] = "sample"
     temperature: float = Field(default=0.3, ge=1e-3, le=1e3, description="for mode sample")
     top_p: float = Field(default=1.0, gt=0, le=1, description="for mode sample")
+    top_k: int = Field(default=0, ge=0, le=1 << 20, description="for mode sample; 0: all tokens")
     max_new_tokens: Tokens = Field(default=2048, description="of an answer; one that is cut there is kept and marked")
     user_temperature: float = Field(
         default=1.0, ge=1e-3, le=1e3, description="of the user's messages that the target writes, whatever the mode"
@@ -76,9 +78,12 @@ class Engine(Section):
 class Endpoint(Section):
     """Any server with OpenAI's protocol; a key comes from the environment variable OPENAI_API_KEY alone."""
 
-    url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /chat/completions: http://localhost:8000/v1")
+    url: str | list[str] = Field(
+        description="without /chat/completions: http://localhost:8000/v1; or a list of servers of the same model, "
+        "which share the conversations"
+    )
     model: str = Field(min_length=1, description="the name that the server knows it by")
-    concurrency: Threads = Field(default=32, description="conversations at once")
+    concurrency: Threads = Field(default=256, description="conversations at once, at each server")
     retries: int = Field(
         default=5, ge=0, le=30, description="after a timeout, 408, 429, 5xx, an incomplete or malformed answer"
     )
@@ -87,6 +92,21 @@ class Endpoint(Section):
         default=1.0, ge=0, le=3600, description="seconds before the first retry; doubled before each further one"
     )
     give_up: Positive = Field(default=200, description="end the run after this many prompts in a row without an answer")
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers, at least one."""
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _urls(cls, given: Any) -> Any:
+        each = given if isinstance(given, list) else [given]
+        if not each:
+            raise ValueError("the list is empty; name at least one server")
+        if not all(isinstance(one, str) and re.fullmatch(r"https?://[^\s@?#]+", one) for one in each):
+            raise ValueError("a server's address is http://HOST:PORT/v1 or https://…, without a key, ? and #")
+        return given
 
 
 class DistillRecipe(Section):

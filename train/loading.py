@@ -1,0 +1,148 @@
+"""Micro-batches of a stage, made ahead of the step that needs them by the workers of PyTorch's ``DataLoader``."""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from draftsmith.common.command import available_cores, raised_by_us
+from draftsmith.train.launch import console
+from draftsmith.train.samples import Batch
+
+WORKERS = 2  # of a process with a GPU, where the recipe does not say how many
+SHARED = "/dev/shm"  # where workers put the tensors that they hand over
+
+
+class Samples(Protocol):
+    """The samples of a stage: a pure function of their numbers, counted from 0, so that a resumed run sees what the
+    uninterrupted one would have seen, and any worker may make them.
+
+    sequential: they are read one after the other, so that a second worker would only repeat the reading.
+    """
+
+    sequential: bool
+
+    def __call__(self, numbers: range) -> Batch:
+        """The batch of these samples."""
+        ...
+
+    def describe(self, numbers: range) -> str:
+        """Where they come from, for the message about a loss that is not finite."""
+        ...
+
+
+class MicroBatches(Dataset[Any]):
+    """The micro-batches of one process, numbered through all steps: micro-batch i of step s is number
+    s · ``accumulate`` + i. An error that a person can correct is returned, for the main process to raise:
+    the loader would make a traceback of it.
+
+    sequences: of a step, over all processes.
+    micro: of a micro-batch.
+    process: this one's number.
+    """
+
+    def __init__(self, samples: Samples, sequences: int, micro: int, accumulate: int, process: int) -> None:
+        self.samples, self.sequences, self.micro, self.accumulate = samples, sequences, micro, accumulate
+        self.first = process * micro * accumulate
+
+    def __getitem__(self, number: int) -> Batch | Exception:
+        step, place = divmod(number, self.accumulate)
+        begin = step * self.sequences + self.first + place * self.micro
+        try:
+            return self.samples(range(begin, begin + self.micro))
+        except (ValueError, OSError) as error:
+            if not (isinstance(error, OSError) or raised_by_us(error.__traceback__)):
+                raise
+            return error
+
+
+@contextlib.contextmanager
+def loading(
+    batches: MicroBatches, start: int, stop: int, wanted: int | None, device: torch.device
+) -> Iterator[Callable[[], list[Batch]]]:
+    """Inside, each call of what is yielded returns the micro-batches of the next step, from step ``start`` to the one
+    before ``stop``.
+
+    They are made up to a step ahead, in pinned memory where ``device`` is a GPU. Without workers, each is made when it
+    is asked for.
+
+    Args:
+        wanted: number of workers; None: :data:`WORKERS` on a GPU, if the cores and the shared memory suffice.
+
+    Raises:
+        ValueError, OSError: what making a batch raises; a worker has died.
+    """
+    numbers, ahead = range(start * batches.accumulate, stop * batches.accumulate), batches.accumulate + 1
+    workers = _workers(batches, numbers, ahead, device) if wanted is None else wanted
+    workers = min(workers, 1) if batches.samples.sequential else workers
+    options: dict[str, Any] = {}
+    if workers:  # forked: they have the rows without a copy
+        options = {"prefetch_factor": max(2, -(-ahead // workers)), "multiprocessing_context": "fork"}
+    loaded: Any = iter(
+        DataLoader(
+            batches,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # the loader draws from it, and no bit of training may depend on that
+            **options,
+        )
+    )
+
+    def take() -> list[Batch]:
+        step: list[Batch] = []
+        for _ in range(batches.accumulate):
+            batch = next(loaded)
+            if isinstance(batch, Exception):
+                raise batch
+            step.append(batch)
+        return step
+
+    try:
+        yield take
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ValueError(
+            f"a process that makes batches has ended ({str(error).split('. ')[0]}); give it more memory (a container's "
+            f"{SHARED} too), or set data.workers=0"
+        ) from None
+    finally:
+        if workers:
+            loaded._shutdown_workers()  # an exception's frames would keep it, and with it the workers
+
+
+def _workers(batches: MicroBatches, numbers: range, ahead: int, device: torch.device) -> int:
+    """How many workers a process has if the recipe does not say it."""
+    if device.type != "cuda" or not numbers:
+        return 0  # a CPU's cores are busy with the step itself
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = max(0, min(WORKERS, available_cores() // here - 1))
+    batch = batches[numbers[0]]
+    needed = 0 if isinstance(batch, Exception) else ahead * here * sum(value.nbytes for value in batch.values())
+    free = shutil.disk_usage(SHARED).free if workers and os.path.isdir(SHARED) else 0
+    if workers and needed > 0.5 * free:
+        console.print(
+            f"  batches are made without workers: a step's take {needed / 1e9:.2f} GB, and {SHARED} has "
+            f"{free / 1e9:.2f} GB free (a container's option: --shm-size)"
+        )
+        return 0
+    return workers
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    """A terminal and a scheduler signal all processes at once, and the main one decides when to stop."""
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
