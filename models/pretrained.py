@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from draftsmith.common.files import json_object
 from draftsmith.models.files.locate import ModelFolder
@@ -165,6 +167,23 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
         names = sorted(name if isinstance(name, str) else str(name[0]) for name in problems.get(kind) or ())
         if names:
             raise ValueError(f"{folder}: {describe_wrong(what, names)}")
+    return model
+
+
+def without_weights(folder: Path, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The model that :func:`from_pretrained` loads with these options, its parameters on the meta device. Its buffers
+    are on the CPU; those that are stored hold nothing yet.
+    Raises ValueError: its weights are stored quantised."""
+    if _quantization_of(folder):
+        raise ValueError(
+            f"{folder}: its weights are stored quantised, and are not spread over processes; name the model that was "
+            "quantised, or let a server run it (target.features)"
+        )
+    with init_empty_weights(include_buffers=False), _quietly():
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+        model = AutoModelForCausalLM.from_config(config, **options)
+        if (folder / GENERATION_CONFIG_NAME).exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

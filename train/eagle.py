@@ -196,8 +196,11 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
 
 def train(run: Run[EagleRecipe]) -> None:
     """From the target to the exported drafter."""
-    if sharded.spreads():
-        raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
+    if sharded.strategy() == "zero3":
+        raise ValueError(
+            "ZeRO-3 spreads the target's embeddings, too, which an EAGLE drafter reads; FSDP leaves them whole: launch "
+            "with recipes/accelerate/fsdp.yaml"
+        )
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)

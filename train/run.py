@@ -185,7 +185,7 @@ class Run(Generic[R]):
         if recipe.init_from and not self.resume:
             self.start = check_init_from(recipe, self.kind)
         t = recipe.target
-        with sharded.placing(self.accelerator, t.dtype) as place:
+        with sharded.placing(self.accelerator, t.dtype) as spread:
             target = load_target(
                 t.name,
                 revision=t.revision,
@@ -193,7 +193,7 @@ class Run(Generic[R]):
                 device=str(self.accelerator.device),
                 quantize=t.quantize,
                 trust_remote_code=t.trust_remote_code,
-                place=place,
+                spread=spread,
             )
         self.save_recipe()
         self.fingerprint, self.tokenizer = target.fingerprint, target.tokenizer

@@ -29,7 +29,7 @@ SHIPPED = {
         (
             "train/eagle.py",
             "EagleRecipe",
-            "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen2.5-coder-0.5b-eagle3 "
+            "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 llama3.3-70b-eagle3 qwen2.5-coder-0.5b-eagle3 "
             "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3",
         ),
         (
