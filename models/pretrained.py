@@ -107,7 +107,7 @@ def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Se
         raise ValueError(f"{file}: promises {expected:,} parameters, but the files hold {stored:,}")
 
 
-def _quantization_of(folder: Path) -> str | None:
+def quantization_of(folder: Path) -> str | None:
     """How a model's config says that its weights are quantised, None if it does not."""
     stored = config_of(folder).get("quantization_config")
     if not isinstance(stored, dict):
@@ -118,7 +118,7 @@ def _quantization_of(folder: Path) -> str | None:
 
 def check_quantization(folder: Path, quantize: str) -> None:
     """Check what the config says of stored quantised weights against the files and ``target.quantize``."""
-    method, file = _quantization_of(folder), folder / "config.json"
+    method, file = quantization_of(folder), folder / "config.json"
     if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):  # transformers would only warn
         raise ValueError(
             f"{file}: the quant_method of quantization_config is '{method}', which transformers {transformers_version} "
@@ -155,7 +155,7 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
         if out_of_memory(error):
             raise
-        method = _quantization_of(folder)
+        method = quantization_of(folder)
         how = f"{method}-quantised weights" if method else "it"
         raise ValueError(f"{folder}: transformers cannot load {how} ({reason_of(error)})") from None
     model, problems = loaded
@@ -170,17 +170,10 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def without_weights(folder: Path, options: Mapping[str, Any]) -> PreTrainedModel:
-    """The model that :func:`from_pretrained` loads with these options, its parameters on the meta device. Its buffers
-    are on the CPU; those that are stored hold nothing yet.
-    Raises ValueError: its weights are stored quantised."""
-    if _quantization_of(folder):
-        raise ValueError(
-            f"{folder}: its weights are stored quantised, and are not spread over processes; name the model that was "
-            "quantised, or let a server run it (target.features)"
-        )
+def without_weights(folder: Path, config: PretrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    """A model by its config, its parameters on the meta device, with the generation config in its folder. Its buffers
+    are on the CPU; those that are stored hold nothing yet. ``options``: of :func:`from_pretrained`."""
     with init_empty_weights(include_buffers=False), _quietly():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
         model = AutoModelForCausalLM.from_config(config, **options)
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -331,12 +331,12 @@ def attention_window(module: nn.Module, given: Mapping[str, Any]) -> int:
     return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-class Spread(Protocol):
-    """What loads a target in parts: several processes call it together."""
+class Loader(Protocol):
+    """Another way to load a target's weights, such as in parts, by several processes together."""
 
     @property
     def load(self) -> Callable[[Path, dict[str, Any]], PreTrainedModel]:
-        """From a folder, by options of ``from_pretrained``, to where it runs."""
+        """From a folder, by options of ``from_pretrained``, to where the model runs."""
         ...
 
     def first(self, make: Callable[[], T]) -> T:
@@ -353,7 +353,7 @@ def load_target(
     quantize: str = "none",
     device_map: str = "none",
     trust_remote_code: bool = False,
-    spread: Spread | None = None,
+    loader: Loader | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Target:
     """Load a target and its tokenizer.
@@ -366,7 +366,7 @@ def load_target(
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers are kept there and fetched one by
             one in each forward pass; ``auto``: accelerate spreads it over GPUs, CPU memory and disk, in this order, as
             far as each has room.
-        spread: loads it in parts, instead of on ``device`` (sharded training).
+        loader: loads the weights, not ``from_pretrained``, and puts them where they run, not on ``device``.
         say: called with a line about the chosen dtype and the reason, and with a second one if it is slow here.
 
     Raises:
@@ -401,7 +401,7 @@ def load_target(
         return fingerprint(folder), older_fingerprint(folder)
 
     # In the background: it reads what is loaded meanwhile.
-    identity = partial(spread.first, identify) if spread else in_background(identify)
+    identity = partial(loader.first, identify) if loader else in_background(identify)
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":
@@ -409,8 +409,8 @@ def load_target(
         options["device_map"] = layers_elsewhere(config, device_map, device, trust_remote_code) if apart else "auto"
         options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
-    if spread:
-        model = spread.load(folder, options)
+    if loader:
+        model = loader.load(folder, options)
     elif quantize == "none":
         if device_map == "none" and torch.device(device).type == "cuda":
             options["device_map"] = {"": device}  # straight to the GPU, not through the CPU's memory

@@ -27,9 +27,9 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from draftsmith.models.pretrained import from_pretrained, without_weights
+from draftsmith.models.pretrained import from_pretrained, quantization_of, without_weights
 
 T = TypeVar("T")
 _LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
@@ -95,7 +95,7 @@ def hidden_from_accelerate() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How several processes load a target in parts, each its own; see :class:`draftsmith.models.target.Spread`."""
+    """How several processes load a target in parts, each its own; a :class:`draftsmith.models.target.Loader`."""
 
     load: Callable[[Path, dict[str, Any]], PreTrainedModel]
 
@@ -108,7 +108,7 @@ class Spread:
 
 @contextmanager
 def placing(accelerator: Accelerator, dtype: str) -> Iterator[Spread | None]:
-    """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``spread``
+    """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``loader``
     (None: nothing is spread).
 
     Args:
@@ -141,10 +141,16 @@ def _fully_shard(folder: Path, options: dict[str, Any], device: torch.device) ->
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
+    if quantization_of(folder):
+        raise ValueError(
+            f"{folder}: its weights are stored quantised, and FSDP spreads none such; name the model that was quantised, "
+            "or let a server run it (target.features)"
+        )
     first = torch.distributed.get_rank() == 0
     with hidden_from_accelerate():  # else transformers might leave weights out
         stored = from_pretrained(folder, options).state_dict() if first else {}
-        model = without_weights(folder, options)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+        model = without_weights(folder, config, options)
     model.eval().requires_grad_(False)
     decoder: nn.Module = model.get_decoder()
     layers = [module for module in decoder.modules() if type(module).__name__ in (model._no_split_modules or ())]

@@ -62,7 +62,7 @@ def test_a_drafter_beside_a_target_in_parts(kind, tiny_lm, tmp_path, run_main):
 
 def test_zero_3_trains_no_eagle_and_no_ssm(tiny_lm, tmp_path, run_main, monkeypatch):
     monkeypatch.setattr("draftsmith.train.sharded.strategy", lambda: "zero3")
-    monkeypatch.setattr("draftsmith.train.run.load_target", lambda *_, spread, **named: load_target(*_, **named))
+    monkeypatch.setattr("draftsmith.train.run.load_target", lambda *_, loader, **named: load_target(*_, **named))
     for kind, (module, drafter, stages) in KINDS.items():
         recipe = write_recipe(tmp_path, tiny_lm, drafter, stages, **SECTIONS)
         refused = Runs(module.main, recipe, run_main).refused(kind)
@@ -78,8 +78,8 @@ from draftsmith.train import launch, sharded
 
 accelerator = launch.make_accelerator(Precision(threads=1))
 os.environ["LOCAL_WORLD_SIZE"] = sys.argv[3]
-with sharded.placing(accelerator, "float32") as spread:
-    target = load_target(sys.argv[1 + min(1, accelerator.process_index)], spread=spread)
+with sharded.placing(accelerator, "float32") as loader:
+    target = load_target(sys.argv[1 + min(1, accelerator.process_index)], loader=loader)
 with torch.no_grad():
     features = target.features(torch.arange(5, 25).view(2, 10), [1])
 embedded = target.embeddings(torch.arange(5, 25))
