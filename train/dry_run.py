@@ -117,13 +117,14 @@ class Plan:
         """A stage beside a frozen target; ``costs``: projected, passes, copied, unrolled. Under ZeRO-3 and FSDP a
         process holds its part of all but the LM head."""
         t = recipe.target
+        frozen = 2 * shape.hidden_size * shape.vocab_size if t.features else shape.parameters  # a server has the layers
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
         if sharded.spreads():
             whole = shape.hidden_size * shape.vocab_size / shape.parameters
             held *= whole + (1 - whole) / PartialState().num_processes
         positions = stage.batch.sequences * recipe.data.max_length
         sizes = (held, stage.optim, stage.steps, positions)
-        return cls(stage.name, shape.parameters, trained, *sizes, epochs=stage.epochs, **costs)
+        return cls(stage.name, frozen, trained, *sizes, epochs=stage.epochs, **costs)
 
     @property
     def memory(self) -> float:

@@ -178,7 +178,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
     costs = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0, "unrolled": d.unroll}
-    costs["passes"] = 1 if recipe.cache_hidden == "none" else 0
+    costs["passes"] = 1 if recipe.cache_hidden == "none" and not recipe.target.features else 0
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
 
 

@@ -170,7 +170,8 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
         own = sum(p.numel() for p in MedusaHeads(config).parameters())
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
     costs = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
-    frozen = 1 if recipe.cache_hidden == "none" else 0  # passes that kept hidden states spare
+    kept = recipe.cache_hidden != "none" or recipe.target.features  # or a server makes them
+    frozen = 0 if kept else 1  # passes that kept hidden states spare
     found = [Plan.of(recipe, stage, shape, own, passes=frozen, **costs) for stage in recipe.stages]
     if joint:
         trained, teacher = own + joint.lora.r * shape.rank, frozen if joint.loss == "kl" else 0
