@@ -1,13 +1,13 @@
 """Hidden states that a running vLLM writes, compared with those of the target here; then a short training on both.
 
-    python benchmarks/served_features.py models/smollm2 --prompts P.jsonl --environment .venv-serve-vllm --out runs/serve
+    python benchmarks/served_features.py models/smollm2 --prompts P.jsonl --environment .venv-serve-vllm --out served
 
 `make serve-check` runs this for SmolLM2. vLLM serves the target on this machine's CPU in float32, by the command that
-training names (train/served.py), but for its copies by CUDA streams (cpu_hidden_states.py). For each prompt the features
-of EAGLE-3 are asked for as training asks: the last hidden state after the final norm, and the inputs of layers 2, n/2
-and n − 3. Equal means: by token, each differs from ours by at most a thousandth of its norm, and its neighbouring layers'
-inputs differ by far more, so that a wrong numbering would be found. Then recipes/tiny-eagle3.yaml trains a few steps on
-the bundled chats, once with the server's features and once with our own: losses and weights are compared.
+training names (train/served.py), but for its copies by CUDA streams (cpu_hidden_states.py). For each prompt the
+features of EAGLE-3 are asked for as training asks: the last hidden state after the final norm, and the inputs of layers
+2, n/2 and n − 3. Equal means: by token, each differs from ours by at most a thousandth of its norm, and the inputs of
+the layers beside differ by far more, so that a wrong numbering would be found. Then recipes/tiny-eagle3.yaml trains a
+few steps on the bundled chats, once with the server's features and once with our own: losses and weights are compared.
 
 Exit codes: 0 equal, 1 not equal, 2 wrong usage or bad input.
 """
@@ -30,7 +30,10 @@ def parser() -> argparse.ArgumentParser:
     prompts_option(parser)
     parser.add_argument("--environment", type=Path, required=True, metavar="DIR", help="vLLM's virtual environment")
     parser.add_argument(
-        "--record", type=Path, metavar="DIR", help="also keep an answer and its file there, for tests/train/test_served.py"
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="also keep an answer and its file there, for tests/train/test_served.py",
     )
     parser.add_argument("--out", type=Path, default=Path("served"), metavar="DIR", help="of the runs (%(default)s)")
     return parser
@@ -136,7 +139,13 @@ def compare(target: Target, served: Target, prompts: Sequence[Sequence[int]]) ->
 
 def train(name: str, url: str | None, target: str, out: Path) -> Path:
     """The run's folder."""
-    words = [str(HERE.parent / "recipes/tiny-eagle3.yaml"), f"run.name={name}", f"run.output_dir={out}", "--restart", "cache_hidden=none"]
+    words = [
+        str(HERE.parent / "recipes/tiny-eagle3.yaml"),
+        f"run.name={name}",
+        f"run.output_dir={out}",
+        "--restart",
+        "cache_hidden=none",
+    ]
     words += [f"target={{name: {target}, dtype: float32}}", "data.max_length=160", f"stages.0.steps={STEPS}"]
     words += [f"data.{part}=[{{source: {SAMPLES}}}]" for part in ("train", "validation")]
     words += ["stages.0.batch={sequences: 4, accumulate: 2}", f"evaluate={{every: {STEPS}, sequences: 4}}"]

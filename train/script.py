@@ -107,7 +107,8 @@ def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
         )
     if recipe.target.features:
         raise ValueError(
-            "target.features: a server has the target's layers, so that there is nothing to spread; launch with --multi_gpu"
+            "target.features: a server has the target's layers, so that there is nothing to spread; launch with "
+            "--multi_gpu"
         )
     if recipe.target.quantize != "none" or recipe.precision.compile:
         raise ValueError(

@@ -143,8 +143,8 @@ def _fully_shard(folder: Path, options: dict[str, Any], device: torch.device) ->
 
     if quantization_of(folder):
         raise ValueError(
-            f"{folder}: its weights are stored quantised, and FSDP spreads none such; name the model that was quantised, "
-            "or let a server run it (target.features)"
+            f"{folder}: its weights are stored quantised, and FSDP spreads none such; name the model that was "
+            "quantised, or let a server run it (target.features)"
         )
     first = torch.distributed.get_rank() == 0
     with hidden_from_accelerate():  # else transformers might leave weights out
