@@ -62,7 +62,7 @@ class ServedTarget(Target):
     """
 
     def __init__(self, ends: Target, config: Any, asked: Features) -> None:
-        self._config, self._asked, self._pool = config, asked, (0, None)
+        self._config, self._asked, self._pools = config, asked, dict[int, ThreadPoolExecutor]()
         decoder = ends.model.get_decoder()
         norms = [norm for name in NORMS if isinstance(norm := getattr(decoder, name, None), nn.Module)]
         if not norms:
@@ -193,9 +193,9 @@ class ServedTarget(Target):
 
     def _threads(self) -> ThreadPoolExecutor:
         """Of this process: a worker that makes batches is a fork, which has none of its parent's threads."""
-        if self._pool[0] != os.getpid():
-            self._pool = os.getpid(), ThreadPoolExecutor(self._asked.concurrency)
-        return self._pool[1]
+        if (process := os.getpid()) not in self._pools:
+            self._pools[process] = ThreadPoolExecutor(self._asked.concurrency)
+        return self._pools[process]
 
     def _wrong(self, what: str) -> ValueError:
         return ValueError(f"target.features.url={self._asked.url}: {what}")

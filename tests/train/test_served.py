@@ -50,6 +50,8 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    server: Server
+
     def do_GET(self):
         self.reply({"data": [{"id": "the model"}]})
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 FSDP = [Path(sys.executable).parent / "accelerate", "launch", "--quiet", "--num_processes", "2"]
 FSDP += ["--config_file", ROOT / "recipes/accelerate/fsdp.yaml"]
 STAGE = {"batch": {"sequences": 8, "accumulate": 2}, "optim": {"lr": 1e-3, "schedule": "constant"}, "steps": 4}
-SECTIONS = {"checkpoint": {"every": 2, "keep": 1}, "evaluate": {"every": 2}}
+SECTIONS: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}, "evaluate": {"every": 2}}
 KINDS = {
     "eagle": (eagle, {"version": 3, "unroll": 3, "draft_vocab_size": 80}, [{"name": "eagle-3", **STAGE}]),
     "ssm": (ssm, {"layers": [1], "loss": "kl"}, [{"name": "ssm-0", **STAGE}]),
@@ -57,7 +58,9 @@ def test_a_drafter_beside_a_target_in_parts(kind, tiny_lm, tmp_path, run_main):
         ours, theirs = load_file(folder / name), load_file(whole / name)
         assert ours.keys() == theirs.keys()
         for key, weight in ours.items():
-            torch.testing.assert_close(weight, theirs[key], rtol=0, atol=1e-5, msg=lambda found: f"{name}: {key}: {found}")  # noqa: B023
+            torch.testing.assert_close(
+                weight, theirs[key], rtol=0, atol=1e-5, msg=lambda found: f"{name}: {key}: {found}"
+            )  # noqa: B023
     assert json.loads((folder / "provenance.json").read_text())["steps"] == 4
 
 
