@@ -4,11 +4,13 @@ benchmarks/served_features.py names this module to vLLM (``kv_connector_module_p
 """
 
 import contextlib
+import importlib
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as theirs  # type: ignore[import]
+
+theirs: Any = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector")
 
 
 class _Done:
@@ -28,7 +30,7 @@ def _empty_like(tensor: torch.Tensor, *, pin_memory: bool = False, **options: An
     return torch.empty(tensor.shape, dtype=tensor.dtype, **options)
 
 
-class CpuHiddenStatesConnector(theirs.ExampleHiddenStatesConnector):  # type: ignore[misc]
+class CpuHiddenStatesConnector(theirs.ExampleHiddenStatesConnector):
     def _submit_async_write(self, pending: Any) -> None:
         on_a_cpu = {"Stream": _Done, "Event": _Done, "stream": lambda _: contextlib.nullcontext()}
         with patch.multiple(torch.cuda, **on_a_cpu), patch.object(torch, "empty_like", _empty_like):
