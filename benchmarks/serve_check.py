@@ -61,6 +61,9 @@ def check(args: argparse.Namespace) -> None:
     check_names(args.drafters, args.target)
     check_prompts(args.prompts)
     check_counts(tokens=args.tokens, max_new_tokens=args.max_new_tokens)
+    own = args.server == "openvino"
+    if args.to and (args.to == "openvino") != own:
+        raise ValueError(f"--to {args.to}: {args.server} reads {'openvino alone' if own else 'the other formats'}")
     program = program_of(args.server, args.environment)
     if not os.access(program, os.X_OK):
         make = f"make serve-check SERVERS={args.server}"

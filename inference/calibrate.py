@@ -1,22 +1,17 @@
-"""Calibrate a drafter's tree: which rank paths are right on held-out text, and which size is fastest on this device.
+"""Calibrate a drafter's tree: which rank paths are right on held-out text, and which of them pay.
 
     python inference/calibrate.py runs/demo              # writes runs/demo/tree.json
-    python inference/calibrate.py runs/demo --nodes 32   # a tree of 32 nodes, whatever it costs here
-    python inference/calibrate.py runs/demo --at-load    # for other machines: each chooses the size when it loads it
+    python inference/calibrate.py runs/demo --nodes 32   # the best tree of 32 nodes, whatever it costs here
     python inference/calibrate.py ngram --target models/tiny-lm     # step costs alone, for drafters without a tree
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
-tokens (inference/measure/tree_statistics.py); the size written maximises E[tokens] / measured step time. An ensemble
-has a tree for each of its models, and each level of a tree costs a forward pass of the model: of every size, the number
-of models and the depth with most E[tokens] / estimated time are taken. Both are measured as well as the time given
-(--seconds) allows: on rows of the text in a fixed random order, and by steps of trees of all sizes in turn, where sizes
-that fall behind are timed no further.
+tokens (inference/measure/tree_statistics.py), on rows of the text in a fixed random order, as many as --seconds allows.
+The time of a step is estimated from the target's step costs on this machine (inference/measure/step_costs.py).
 
-Chains compete with the trees. The candidates are set up (decoders, first steps, CUDA graphs), the ones with most
-E[tokens] / estimated time first, as many as can be set up in about the time given and then be timed twice with each in
-the rest of it; setting up does not count as timing. If there was no time for two rounds, or for more than one of the
-candidates, the estimate chooses: E[tokens] / step time by the target's step costs (inference/measure/step_costs.py).
-The last lines, and `chosen_by` in tree.json, say which it was.
+Draft heads (Medusa) draft all of their tree at once. Their tree.json holds the nodes that are likeliest, with their
+acceptance probabilities, and each step takes those that pay on its machine. Of other drafters each level of a tree
+costs a forward pass: the tree written has the most E[tokens] / estimated step time. Chains compete with the trees. An
+ensemble has a tree for each of its models; the number of models that draft is chosen, too.
 
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
@@ -45,14 +40,9 @@ from draftsmith.models.options import DECODERS, target_arguments, target_options
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("drafter", help="a drafter folder, for example runs/demo, or another name that decode.py takes")
+    parser.add_argument("--nodes", type=int, help="nodes of the tree, root included; those that pay if left out")
     parser.add_argument(
-        "--nodes", type=int, help="nodes of the tree, root included; measured on this device if left out"
-    )
-    parser.add_argument(
-        "--at-load",
-        action="store_true",
-        help="time no step: the nodes are chosen whenever the drafter is loaded, by what steps cost on that machine "
-        "(a GPU runs them all)",
+        "--at-load", action="store_true", help="let each machine choose the nodes: what draft heads do without --nodes"
     )
     parser.add_argument(
         "--prompts",
@@ -65,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=45,
-        help="time for ranks and timed steps once the target is loaded (default 45); setting up decoders comes on top, "
-        "about as long at most",
+        help="time for ranks, and for dynamic trees beside the fixed one, once the target is loaded (default 45); "
+        "setting up decoders for these comes on top",
     )
     target_options(parser)
     parser.add_argument("--threads", type=int, help="CPU threads; all cores if left out")
@@ -151,15 +141,13 @@ def main() -> None:
         data = {} if given else read_held_out(folder)
         target = target_of(folder, config, load_target(target_name, **options))
         renew_fingerprint(folder, target)
-        settings = Settings(args.nodes, args.at_load, args.max_new_tokens, args.seconds, lean)
-        found = calibrate(folder, drafter, target, encode_prompts(given, target, say), data, settings)
-    if found is None:
-        return
-    chosen, compared = found
+        settings = Settings(args.nodes, args.max_new_tokens, args.seconds, lean)
+        prompts = encode_prompts(given, target, say)
+        chosen, compared = calibrate(folder, drafter, target, prompts, data, settings)
     if len(parts_of(args.drafter)) > 1:
         print_costs(target, lean)
     dynamic = fastest_dynamic(compared)
-    if chosen.choice.speedup * (1.0 if dynamic is None else dynamic.speed) < 1:
+    if chosen.speedup * (1.0 if dynamic is None else dynamic.speed) < 1:
         print("plain decoding is faster here: too few drafts are accepted for what the tree's steps cost")
 
 

@@ -1,4 +1,5 @@
-"""Count the repository's lines, and follow what the engine imports.
+"""Count the repository's lines, the files that the engine imports, and those whose functions run on the way from a
+command to its first result.
 
     python tools/walks.py
 
@@ -7,7 +8,11 @@ when its figure falls.
 """
 
 import ast
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, run_command
@@ -24,7 +29,35 @@ BARS = {
     "lines of these files": 11_600,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
+    "files from decode.py to the first committed token": 99,
+    "files from train/medusa.py to the first optimiser step": 99,
 }
+# A command, and the function at whose first call its walk ends: file and name.
+WALKS = (
+    (
+        ("inference/decode.py", "draft_model:models/tiny-lm", "--target", "models/tiny-lm", "--prompt", "x"),
+        ("inference/engine/engine.py", "take"),
+    ),
+    (("train/medusa.py", "recipes/tiny.yaml", "--tiny"), ("torch/optim/optimizer.py", "profile_hook_step")),
+)
+# Runs the script of its first arguments with a profile function: prints the files of this repository of which a
+# function was called. Importing a module is no call.
+PROFILER = """
+import json, os, runpy, sys
+file, function, *command = sys.argv[1:]
+seen = set()
+def profile(frame, event, _):
+    code = frame.f_code
+    if event == "call" and not code.co_name.startswith("<"):
+        seen.add(code.co_filename)
+        if code.co_name == function and code.co_filename.endswith(file):
+            print(json.dumps(sorted(seen)), flush=True)
+            os._exit(0)
+sys.argv = command
+sys.path.insert(0, os.path.dirname(command[0]))
+sys.setprofile(profile)
+runpy.run_path(command[0], run_name="__main__")
+"""
 
 
 def sources(*folders: str, suffix: str = ".py") -> list[Path]:
@@ -61,6 +94,29 @@ def closure(start: Path) -> set[Path]:
     return found
 
 
+def walked(command: Sequence[str], until: tuple[str, str]) -> set[Path]:
+    """The product's files in which a command calls a function until it calls the function ``until``."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                PROFILER,
+                *until,
+                str(ROOT / command[0]),
+                *(str(ROOT / c) if "/" in c else c for c in command[1:]),
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+    *_, last = done.stdout.splitlines() or [""]
+    if not last.startswith("["):
+        raise ValueError(f"{' '.join(command)} ended before {until[1]}: {done.stderr.strip()[-500:]}")
+    files = {Path(name).resolve() for name in json.loads(last)}
+    return {path for path in files if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT}
+
+
 def main() -> None:
     CommandLine(__doc__).parse_args()
     needed = closure(ROOT / "inference/engine/engine.py")
@@ -70,7 +126,8 @@ def main() -> None:
     long = {path.relative_to(ROOT).as_posix() for path in files if lines(path) > LONGEST_FILE} - LONGER
     counted = [lines(*sources(*PRODUCT)), lines(*sources("tests")), lines(*sources("benchmarks"))]
     counted += [len(needed), lines(*needed), max((node.end_lineno or 0) - node.lineno + 1 for node in functions)]
-    figures = dict(zip(BARS, [*counted, len(long)], strict=True))
+    walks = [len(walked(command, until)) for command, until in WALKS]
+    figures = dict(zip(BARS, [*counted, len(long), *walks], strict=True))
     for name, figure in figures.items():
         print(f"{figure:7,d} (bar {BARS[name]:6,d})  {name}")
     print("longer files:", ", ".join(sorted(long)) or "none")

@@ -5,7 +5,6 @@ there is none).
 """
 
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -40,33 +39,20 @@ class MedusaDrafter(Drafter):
     ) -> None:
         self.heads, self.target = heads.to(target.device, target.dtype), target
         self.draft_head = heads.draft_head(target.lm_head)
-        self.acceptances, self.device = acceptances, target.device
+        self.device = target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
-        self._take(topology)
-
-    def with_tree(self, topology: Topology) -> "MedusaDrafter":
-        """A drafter with the same weights and another tree, all of whose nodes it proposes."""
-        other = copy(self)
-        other.acceptances = None
-        other._take(topology)
-        return other
-
-    def _take(self, topology: Topology) -> None:
-        heads = self.heads
         _check_topology(topology, heads.config)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        acceptances = None if self.acceptances is None else [1.0, *self.acceptances]
-        self.tree = StaticTree(topology.parents, self.device, acceptances)
+        weights = None if acceptances is None else [1.0, *acceptances]
+        self.tree = StaticTree(topology.parents, self.device, weights)
         self.ranks = topology.max_rank + 1
         # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
         flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
         self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
-        self.has_acceptance = self.acceptances is not None
-        self.acceptance: Tensor | None = None  # [1, N]
-        if self.acceptances is not None:
-            self.acceptance = torch.tensor([[1.0, *self.acceptances]], device=self.device)
-        spread = self.target.spread and heads.draft_vocab is None
+        self.has_acceptance = weights is not None
+        self.acceptance = None if weights is None else torch.tensor([weights], device=self.device)  # [1, N]
+        spread = target.spread and heads.draft_vocab is None
         self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
 
     def skip(self, state: State) -> None:
@@ -121,9 +107,4 @@ def open_drafter(
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     _check_topology(topology, heads.config, f"{tree}: ")
 
-    def build(target: Target, options: dict[str, Any]) -> Drafter:
-        drafter = MedusaDrafter(heads, topology, target, acceptances)
-        drafter.tuned_at_batch_1 = not merged
-        return drafter
-
-    return Loader(build)
+    return Loader(lambda target, options: MedusaDrafter(heads, topology, target, acceptances))

@@ -87,8 +87,6 @@ class Drafter(Protocol):
         ``State.alone`` names the only one.
     self_correcting, self_correcting_sources: whether it, or each of its sources if it merges several, corrects the
         acceptance probabilities of its nodes by what comes true in a text itself.
-    tuned_at_batch_1: its tree was the fastest one for a text alone, on this machine: eager steps of one row have all of
-        it.
     costs, clock: with the costs of the target's steps, eager steps leave out the nodes that do not pay; with a clock,
         static ones do. Without, all nodes of the trees are verified.
     own_counts: for static steps, nodes at most (root included) that each drafter of a merge proposes if it is asked
@@ -109,7 +107,6 @@ class Drafter(Protocol):
     costs: Costs | None = None
     clock: Clock | None = None
     has_acceptance: bool = True  # its trees have acceptance where the state asks for it
-    tuned_at_batch_1: bool = False
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
 

@@ -141,7 +141,7 @@ class Step:
             self.of_source.append((fixed.to(device), by_nodes.to(device)))
         self.can_be_bounded = any_size and (not static or self.static_budget is not None or drafter.num_nodes == 1)
         self.budget: Budget | None = None
-        costs = None if static or (drafter.tuned_at_batch_1 and rows == 1) else drafter.costs
+        costs = None if static else drafter.costs
         if can_choose and costs is not None:
             correcting = drafter.self_correcting_sources or [drafter.self_correcting]
             shape = rows, correcting, drafter.max_depth, drafter.num_nodes

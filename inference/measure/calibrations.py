@@ -19,9 +19,8 @@ from torch import Tensor
 from draftsmith.inference.drafters.dynaspec import read_parts
 from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
 from draftsmith.inference.drafters.family import family_of
-from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
-from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
+from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.measure.rollouts import BEST, Drafts, kept, open_eagle_drafts, record
 from draftsmith.inference.measure.step_costs import StepCosts, draft_time
@@ -36,7 +35,6 @@ from draftsmith.inference.measure.tree_statistics import (
     next_token_ranks,
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
-from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -55,7 +53,6 @@ class Calibration:
         each depth, the rank that the drafter gives to the true token after the true tokens before it.
         :func:`draftsmith.inference.measure.tree_statistics.draft_labels` and ``label_ranks`` help. For a drafter that
         proposes a single chain the rank is 0 or ``MAX_RANK``.
-    build: (target, a topology for each drafter) → the drafter with these trees.
     facts: ranks ``[S, T, n, K]`` of all of the text → what tree.json records of them in ``calibration``; left out,
         :func:`draftsmith.inference.measure.tree_statistics.head_facts`.
     step_time: (target, step costs) → a function of the trees: the time of a step and its drafting, in plain steps of
@@ -67,7 +64,6 @@ class Calibration:
 
     max_depth: int
     ranks: Callable[[Target, Tensor, Tensor], Tensor]
-    build: Callable[..., Drafter]
     facts: Callable[[Tensor], dict[str, Any]] | None = None
     step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
     decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
@@ -89,9 +85,6 @@ def eagle(
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         return eagle_ranks(target, first(target).eagle, tokens, supervised, DEPTH)
 
-    def build(target: Target, topology: Topology) -> Drafter:
-        return first(target).with_tree(topology)
-
     def facts(ranks: Tensor) -> dict[str, Any]:
         return {"accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
 
@@ -101,30 +94,24 @@ def eagle(
     def decoding(target: Target, tree: Topology | DynamicShape) -> Drafter:
         return first(target).with_tree(tree)
 
-    return Calibration(DEPTH, ranks, build, facts, times, decoding)
+    return Calibration(DEPTH, ranks, facts, times, decoding)
 
 
 def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    drafters: list[MedusaDrafter] = []
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         return head_ranks(target, heads.to(target.device), tokens, supervised)
 
-    def build(target: Target, topology: Topology) -> Drafter:
-        if not drafters:  # all trees share its rows of a draft vocabulary
-            drafters.append(MedusaDrafter(heads, Topology(((0,),)), target))
-        return drafters[0].with_tree(topology)
-
-    return Calibration(heads.config.num_draft_heads, ranks, build)
+    return Calibration(heads.config.num_draft_heads, ranks)
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
     check_config(folder, config, weights)
     ensemble = _Calibrated(folder, config, weights)
-    return Calibration(DEPTH, ensemble.ranks, ensemble.build, ensemble.facts, ensemble.step_time)
+    return Calibration(DEPTH, ensemble.ranks, ensemble.facts, ensemble.step_time)
 
 
 class _Calibrated:
@@ -143,17 +130,6 @@ class _Calibrated:
         by_ssm = next_ranks(self.ensemble, tokens, supervised)
         self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
         return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
-
-    def build(self, target: Target, *trees: Topology) -> Drafter:
-        """The drafter that proposes all nodes of the trees."""
-        drafters = {
-            part: self.ensemble.drafter(part, target, topology)
-            for part, topology in zip(self.ensemble.models, trees, strict=True)
-            if topology.paths
-        }
-        if len(drafters) < 2:
-            return next(iter(drafters.values()), PlainDrafter(target.device))
-        return MergedDrafter(drafters, target, 1 + sum(len(tree.paths) for tree in trees))
 
     def facts(self, ranks: Tensor) -> dict[str, Any]:
         return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)

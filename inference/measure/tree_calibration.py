@@ -1,4 +1,4 @@
-"""Calibrate a drafter: count its ranks on a text, search for the fastest tree, write tree.json.
+"""Calibrate a drafter: count its ranks on a text, choose a tree, write tree.json.
 
 Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
 """
@@ -22,17 +22,15 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.runner import find_lean
 from draftsmith.inference.measure import tree_search
-from draftsmith.inference.measure.timed_search import TIMED_PROMPTS
+from draftsmith.inference.measure.step_costs import StepCosts, step_costs
 from draftsmith.inference.measure.tree_search import (
     COMPARED_TOKENS,
-    MIN_ROUNDS,
-    TIED,
-    TIMED_TOKENS,
-    Chosen,
+    Candidate,
     ComparedTree,
     Watch,
-    choose,
+    candidates_of,
     compare_dynamic,
+    fastest,
     nodes_of,
     trees_by_size,
 )
@@ -46,11 +44,12 @@ if TYPE_CHECKING:
     from draftsmith.inference.measure.calibrations import Calibration
 
 FEW_POSITIONS = 500  # with fewer, no tree is replaced that was calibrated on more
-RANKING, MAX_POSITIONS = 0.4, 8192  # limits of counting ranks: share of the time, positions
-DYNAMIC = 0.3  # share of the time, and of that for setting up, in which dynamic trees are compared
+MAX_POSITIONS = 8192  # at which ranks are counted
+DYNAMIC = 0.3  # share of the time in which dynamic trees are compared; setting them up may take as long again
+FASTER = 1.02  # a dynamic tree is taken if it is so many times as fast as the fixed one
 COMPARED_PROMPTS = 32  # at most
 MAX_ROWS = 16  # per batch
-TIMED_CONTEXT = 256  # tokens of a prompt, at most
+COMPARED_CONTEXT = 256  # tokens of a prompt, at most
 
 
 @dataclass(frozen=True)
@@ -58,33 +57,32 @@ class Settings:
     """How a drafter is calibrated; the fields are options of inference/calibrate.py. lean: of its ``--decoder``."""
 
     nodes: int | None
-    at_load: bool
     max_new_tokens: int
     seconds: float
     lean: bool | None
 
 
 class _Progress:
-    """The time since calibrating began, setting up excluded, on a progress bar."""
+    """The time since calibrating began, on a progress bar."""
 
     def __init__(self, seconds: float, advance: Callable[..., None]) -> None:
         self.seconds, self.advance = seconds, advance
-        self.began, self.set_up = time.monotonic(), 0.0  # of the parts that have ended
+        self.began = time.monotonic()
 
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
     def show(self, *_: object) -> None:
-        self.advance(min(int(self.elapsed - self.set_up), math.ceil(self.seconds)))
+        self.advance(min(int(self.elapsed), math.ceil(self.seconds)))
 
-    def watch(self, seconds: float, share: float) -> Watch:
-        """Of a part, whose setting up may take a share of the time."""
+    def watch(self, seconds: float) -> Watch:
+        """Of a part, whose setting up may take as long."""
 
         def show(note: str) -> None:
-            self.advance(int(min(self.elapsed - self.set_up - watch.set_up, self.seconds)), note)
+            self.advance(int(min(self.elapsed - watch.set_up, self.seconds)), note)
 
-        watch = Watch(seconds, share * self.seconds, show)
+        watch = Watch(seconds, seconds, show)
         return watch
 
 
@@ -117,7 +115,7 @@ def batches(count: int, rows: int, until: float, clock: Callable[[], float] = ti
         begin, rows = end, int(min(max(2 * rows, 1), MAX_ROWS, max(0.0, fit)))
 
 
-def timing_prompts(tokens: Tensor, supervised: Tensor, count: int = TIMED_PROMPTS) -> list[list[int]]:
+def timing_prompts(tokens: Tensor, supervised: Tensor, count: int) -> list[list[int]]:
     """Up to ``count`` prompts from rows spread over the text ``[S, T]``.
 
     Each is the part of a row before its first answer. If every row with an answer is supervised from its first token,
@@ -187,36 +185,14 @@ def positions_of(ranks: Tensor) -> int:
     return int((ranks[:, :, 0, 0] >= 0).sum())
 
 
-def write_candidates(folder: Path, ranks: Tensor) -> None:
-    """Write a tree.json whose nodes are chosen at load, by the text's ranks ``[S, T, 1, K]``."""
-    facts = head_facts(ranks)
-    known = facts["candidates"]
-    by_size = trees_by_size(ranks, [size for size in tree_search.SIZES if size <= len(known) + 1])
-    taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
-    calibration = {"positions": positions_of(ranks), **facts, "mean_accepted_length_by_nodes": taus}
-    paths = [one["path"] for one in known]
-    write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
-    said = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in taus.items())
-    print(f"{folder / 'tree.json'}: {len(known) + 1} nodes to choose from at load; expected τ by nodes: {said}")
-
-
-def print_measured(found: Chosen, compared: Sequence[ComparedTree]) -> None:
-    """Tables of the trees that were compared, and by what the best was chosen, to stdout."""
-    timed = found.costs.rounds >= MIN_ROUNDS
-    print(f"  nodes  depth  expected τ  {'' if timed else 'estimated '}ms/step  expected speed-up")
-    width = 7 if timed else 17
-    for c in found.choices:
-        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {c.seconds * 1e3:{width}.2f}  {c.speedup:17.2f}")
-    if found.by == "timed":
-        print(f"  chosen by timed steps, of {len(found.choices)} of {found.candidates} candidates")
-    else:
-        few = f"{MIN_ROUNDS} rounds" if not timed else "two candidates"
-        print(
-            f"  chosen by the estimate, expected τ / step time by this machine's step costs, of {found.candidates} "
-            f"candidates: the time was too short to time {few}; give more --seconds"
-        )
+def print_candidates(candidates: Sequence[Candidate], costs: StepCosts, compared: Sequence[ComparedTree]) -> None:
+    """Tables of the trees that were compared, to stdout."""
+    print("  nodes  depth  expected τ  estimated ms/step  expected speed-up")
+    for c in candidates:
+        milliseconds = c.cost * costs.plain_seconds * 1e3
+        print(f"  {c.nodes:5d}  {c.depth:5d}  {c.tau:10.2f}  {milliseconds:17.2f}  {c.speedup:17.2f}")
     if compared:
-        print("  dynamic trees beside the tree chosen")
+        print("  dynamic trees beside the fastest of these")
         print("  top_k  depth  nodes     τ  speed-up over it")
     for c in compared:
         print(f"  {c.shape.top_k:5d}  {c.shape.depth:5d}  {c.shape.nodes:5d}  {c.tau:4.2f}  {c.speed:16.2f}")
@@ -229,15 +205,16 @@ def calibrate(
     texts: Sequence[list[int]],
     data: dict[str, Tensor],
     settings: Settings,
-) -> tuple[Chosen, list[ComparedTree]] | None:
-    """Measure a drafter's acceptance and steps, and write its tree.
+) -> tuple[Candidate, list[ComparedTree]]:
+    """Measure a drafter's acceptance, and write its tree: for draft heads the nodes from which each step takes those
+    that pay, for other drafters the tree with the most expected tokens per estimated time of a step.
 
     Args:
         folder: of the drafter.
         texts: prompts, by whose answers it is calibrated; if there are none, by ``data``, of :func:`read_held_out`.
 
     Returns:
-        What was found; None if the nodes are chosen at load.
+        The fastest fixed tree by the estimate, and the dynamic ones beside it.
 
     Raises:
         ValueError: the text has too few positions.
@@ -246,28 +223,46 @@ def calibrate(
     random.Random(0).shuffle(rows)
     if data:  # the longest answer first: where the first one takes all the time, there are positions to count on
         rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
+    decoding = None if settings.nodes else drafter.decoding
     limit = f"calibrating: at most {settings.seconds:.0f} s from here on"
-    console.print(limit + ("" if settings.at_load else ", and about as long again to set up decoders"), markup=False)
+    console.print(limit + (", and a part of it again to set up decoders" if decoding else ""), markup=False)
     with ProgressBar("calibrating (s)", math.ceil(settings.seconds), console, transient=True) as advance:
         progress = _Progress(settings.seconds, advance)
-        text = _count_ranks(drafter, target, texts, data, rows, settings, progress)
+        text = _count_ranks(drafter, target, texts, data, rows, settings, progress, 1 - DYNAMIC if decoding else 1.0)
         check_enough(folder, text.positions)
-        if settings.at_load:
-            return write_candidates(folder, text.ranks)
-        ranking = progress.elapsed
-        found, compared, timing = _search(drafter, target, text, settings, progress)
-    seconds = {"ranking": round(ranking, 2), "set_up": round(progress.set_up, 2), "timing": round(timing, 2)}
+        seconds = {"ranking": progress.elapsed}
+        costs = step_costs(target, settings.lean)
+        sizes = (settings.nodes,) if settings.nodes else tree_search.SIZES
+        step_time = drafter.step_time and drafter.step_time(target, costs)
+        candidates = candidates_of(text.ranks, sizes, costs, step_time, chains=len(sizes) > 1)
+        chosen, compared = fastest(candidates), list[ComparedTree]()
+        if decoding:
+            watch = progress.watch(max(settings.seconds - progress.elapsed, DYNAMIC * settings.seconds))
+            trees = [decoding(target, tree) for tree in (chosen.trees[0], *tree_search.SHAPES)]
+            # The context has room for the tokens that are compared.
+            length = max(1, min(COMPARED_CONTEXT, target.context - COMPARED_TOKENS))
+            prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)
+            compared = compare_dynamic(target, trees, [prompt[-length:] for prompt in prompts], watch, settings.lean)
+            seconds |= {"set_up": watch.set_up, "timing": watch.elapsed}
     text_of = "the target's answers to the prompts" if texts else "held-out rows"
-    print(
-        f"calibrated on {text.positions:,} positions of {text_of} ({ranking:.0f} s) "
-        f"and {found.costs.rounds} rounds of timed steps ({timing:.0f} s, after {progress.set_up:.0f} s of setting up)"
-        + ("" if found.costs.noise is None else f"; the last ones lowered costs by {found.costs.noise:.1%} at most")
-    )
-    print_measured(found, compared)
-    if drafter.decoding is not None and settings.nodes is None and not compared:
+    print(f"calibrated on {text.positions:,} positions of {text_of} ({seconds['ranking']:.0f} s)")
+    print_candidates(candidates, costs, compared)
+    if decoding and not compared:
         print("dynamic trees were not compared with it: the time was too short; give more --seconds")
-    _write_tree(folder, drafter, target, text, found, compared, seconds, settings.lean)
-    return found, compared
+    calibration = {
+        "seconds": {name: round(spent, 2) for name, spent in seconds.items()},
+        "device": device_name(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "decoder": "transformers" if isinstance(find_lean(target, settings.lean), str) else "lean",
+        "sizes": [
+            {"nodes": c.nodes, "depth": c.depth, "tau": round(c.tau, 4), "speedup": round(c.speedup, 4)}
+            | {"seconds_per_step": c.cost * costs.plain_seconds}
+            for c in candidates
+        ],
+    }
+    at_load = settings.nodes is None and drafter.step_time is None
+    _write_tree(folder, drafter, text, chosen, compared, calibration, at_load)
+    return chosen, compared
 
 
 def _count_ranks(
@@ -278,11 +273,12 @@ def _count_ranks(
     rows: Sequence[int],
     settings: Settings,
     progress: _Progress,
+    share: float,
 ) -> _Text:
-    """Have the target answer the prompts ``texts``, or take the rows of ``data``, as many as the time allows; and count
-    the drafter's ranks there. ``rows``: the numbers of the texts, in the order in which they are taken."""
+    """Have the target answer the prompts ``texts``, or take the rows of ``data``, as many as a share of the time
+    allows; and count the drafter's ranks there. ``rows``: the numbers of the texts, in the order in which they are
+    taken."""
     parts: list[dict[str, Tensor]] = []
-    share = 1.0 if settings.at_load else RANKING
     for part in batches(len(rows), 8 if texts else 1, progress.began + share * settings.seconds):
         taken = rows[part]
         if texts:
@@ -298,72 +294,43 @@ def _count_ranks(
     return _Text(joined(parts, "tokens"), joined(parts, "supervised"), joined(parts, "ranks", -1))
 
 
-def _search(
-    drafter: "Calibration", target: Target, text: _Text, settings: Settings, progress: _Progress
-) -> tuple[Chosen, list[ComparedTree], float]:
-    """The tree that is chosen, the dynamic trees beside it, and the seconds of timing."""
-    decoding = None if settings.nodes else drafter.decoding
-    # The first rows may have taken all the time.
-    left = max(settings.seconds - progress.elapsed, (1 - RANKING) * settings.seconds)
-    for_dynamic = 0.0 if decoding is None else DYNAMIC
-
-    def prompts(new_tokens: int, count: int) -> list[list[int]]:
-        length = max(1, min(TIMED_CONTEXT, target.context - new_tokens))  # the context has room for timed steps
-        return [prompt[-length:] for prompt in timing_prompts(text.tokens, text.supervised, count)]
-
-    sizes = (settings.nodes,) if settings.nodes else tree_search.SIZES
-    watch = progress.watch(left - for_dynamic * settings.seconds, 1 - for_dynamic)
-    timed = prompts(2 * TIMED_TOKENS, TIMED_PROMPTS)
-    found = choose(target, drafter, text.ranks, timed, sizes, watch, settings.lean)
-    compared, timing = list[ComparedTree](), watch.elapsed
-    progress.set_up += watch.set_up
-    if decoding is not None:
-        trees = [decoding(target, tree) for tree in (found.choice.trees[0], *tree_search.SHAPES)]
-        watch = progress.watch(max(left - timing, for_dynamic * settings.seconds), for_dynamic)
-        texts = prompts(COMPARED_TOKENS, COMPARED_PROMPTS)
-        compared = compare_dynamic(target, trees, texts, watch, settings.lean)
-        timing += watch.elapsed
-        progress.set_up += watch.set_up
-    return found, compared, timing
-
-
 def fastest_dynamic(compared: Sequence[ComparedTree]) -> ComparedTree | None:
     """The fastest dynamic tree, if it is faster than the fixed one."""
     best = max(compared, key=lambda each: each.speed, default=None)
-    return best if best is not None and best.speed > 1 + TIED else None
+    return best if best is not None and best.speed > FASTER else None
 
 
 def _write_tree(
     folder: Path,
     drafter: "Calibration",
-    target: Target,
     text: _Text,
-    found: Chosen,
+    chosen: Candidate,
     compared: Sequence[ComparedTree],
-    seconds: dict[str, float],
-    lean: bool | None,
+    calibration: dict[str, Any],
+    at_load: bool,
 ) -> None:
-    """Write tree.json, and say what it holds."""
-    chosen, ranks = found.choice, text.ranks
+    """Write tree.json, and say what it holds. ``at_load``: the nodes to choose from, instead of the chosen tree."""
+    ranks = text.ranks
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
+    facts = (drafter.facts or head_facts)(ranks)
     calibration = {
         "positions": text.positions,
         "expected_mean_accepted_length": round(chosen.tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),
-        **(drafter.facts or head_facts)(ranks),
-        "sizes": [
-            {"nodes": c.nodes, "depth": c.depth, "tau": round(c.tau, 4), "seconds_per_step": c.seconds}
-            | {"speedup": round(c.speedup, 4)}
-            for c in found.choices
-        ],
-        "chosen_by": found.by,
-        "seconds": seconds,
-        "rounds": found.costs.rounds,
-        "noise": found.costs.noise,
-        "device": device_name(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "decoder": "transformers" if isinstance(find_lean(target, lean), str) else "lean",
+        **facts,
+        **calibration,
     }
+    if at_load and (known := facts.get("candidates")):  # none, if no draft was right
+        by_size = trees_by_size(ranks, [size for size in tree_search.SIZES if size <= len(known) + 1])
+        taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
+        calibration["mean_accepted_length_by_nodes"] = taus
+        paths = [one["path"] for one in known]
+        write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
+        print(
+            f"{folder / 'tree.json'}: {len(known) + 1} nodes, of which each step takes those that pay; here about "
+            f"{chosen.nodes}, expected τ {chosen.tau:.2f} (a chain: {chain_tau:.2f})"
+        )
+        return
     if compared:
         calibration["dynamic"] = [
             {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared

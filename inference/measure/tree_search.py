@@ -1,45 +1,32 @@
-"""The trees with which a drafter is fastest on this device: candidates of all sizes from a text's ranks, timed.
+"""The trees with which a drafter is fastest on this device: candidates of all sizes from a text's ranks.
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
-tokens (:mod:`draftsmith.inference.measure.tree_statistics`). Candidates are decoded with in turn
-(:mod:`draftsmith.inference.measure.timed_search`) or, where there is no time for that, chosen by the estimated time of
-their steps.
+tokens (:mod:`draftsmith.inference.measure.tree_statistics`); the time of its step, from what steps cost on this
+machine. A dynamic tree's nodes depend on the text, so texts are continued with it and with the fixed one.
 
 Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
 """
 
-import gc
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
-from draftsmith.inference.measure.step_costs import StepCosts, step_costs
-from draftsmith.inference.measure.timed_search import TIMED_PROMPTS, SearchCosts, timed_search
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.measure.tree_statistics import best_nodes, simulate_ensemble, trees_of
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.target import Target
 
-if TYPE_CHECKING:
-    from draftsmith.inference.measure.calibrations import Calibration
-
 SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
 SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
-WORTH = 0.6  # share of the best estimated speed below which a candidate is not set up
-MIN_ROUNDS = TIMED_PROMPTS  # of each candidate: fewer do not choose
-GRACE = 1.5  # times the time for timing, which the first rounds may take
-TIMED_TOKENS = 8  # each size decodes τ · TIMED_TOKENS tokens of one prompt per round, so all take as many steps
-TIED = 0.02  # sizes whose speeds differ by less are tied; the smaller one is taken
 COMPARED_TOKENS = 48  # of each prompt, decoded with each tree
 
 Trees = tuple[Topology, ...]  # of each drafter; their roots are one
@@ -48,30 +35,6 @@ Trees = tuple[Topology, ...]  # of each drafter; their roots are one
 def nodes_of(trees: Trees) -> int:
     """Number of nodes of merged trees, if no two of them draft the same tokens."""
     return 1 + sum(len(tree.paths) for tree in trees)
-
-
-@dataclass(frozen=True)
-class TimedTrees:
-    """Trees of one size: expected τ, seconds per step, and tokens/s over plain decoding."""
-
-    trees: Trees
-    tau: float
-    seconds: float
-    speedup: float
-
-    @property
-    def nodes(self) -> int:
-        return nodes_of(self.trees)
-
-    @property
-    def depth(self) -> int:
-        return max(tree.max_depth for tree in self.trees)
-
-
-def pick(choices: Sequence[TimedTrees]) -> TimedTrees:
-    """The smallest tree whose speed is within :data:`TIED` of the highest."""
-    best = max(choice.speedup for choice in choices)
-    return next(choice for choice in choices if choice.speedup >= (1 - TIED) * best)
 
 
 def trees_by_size(
@@ -125,13 +88,22 @@ class Candidate:
     levels: tuple[int, ...]
 
     @property
-    def speed(self) -> float:
+    def nodes(self) -> int:
+        return nodes_of(self.trees)
+
+    @property
+    def depth(self) -> int:
+        return max(tree.max_depth for tree in self.trees)
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding."""
         return self.tau / self.cost
 
     def contained_in(self, other: "Candidate") -> bool:
         """Whether its steps cannot cost more than the other's."""
         levels = zip(self.levels, other.levels, strict=True)
-        return nodes_of(self.trees) <= nodes_of(other.trees) and all(one <= more for one, more in levels)
+        return self.nodes <= other.nodes and all(one <= more for one, more in levels)
 
 
 def candidates_of(
@@ -151,19 +123,15 @@ def candidates_of(
         levels = () if step_time is None else tuple(tree.max_depth for tree in trees)
         found.append(Candidate(trees, simulate_ensemble(trees, ranks), cost, levels))
     kept: list[Candidate] = []
-    for each in sorted(found, key=lambda one: (-one.tau, nodes_of(one.trees), one.cost)):
+    for each in sorted(found, key=lambda one: (-one.tau, one.nodes, one.cost)):
         if not any(other.contained_in(each) for other in kept):
             kept.append(each)
-    return sorted(kept, key=lambda one: (nodes_of(one.trees), one.cost))
+    return sorted(kept, key=lambda one: (one.nodes, one.cost))
 
 
-def in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that are worth setting up: the one with the highest estimated speed, the best of the chains, then
-    by estimated speed."""
-    ranked = sorted(candidates, key=lambda each: (-each.speed, nodes_of(each.trees)))
-    worth = [each for each in ranked if each.speed >= WORTH * ranked[0].speed]
-    chains = [each for each in worth[1:] if all(tree == chain(tree.max_depth) for tree in each.trees)]
-    return [worth[0], *chains[:1], *(each for each in worth[1:] if each not in chains[:1])]
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The candidate with the highest estimated speed; of equal ones, the one with the fewest nodes."""
+    return max(candidates, key=lambda each: (each.speedup, -each.nodes))
 
 
 class Watch:
@@ -202,128 +170,6 @@ class Watch:
             yield
         finally:
             self.set_up += self.clock() - since
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The trees chosen, the candidates they were chosen from, and what chose them: ``timed`` steps or the ``estimate``.
-
-    candidates: their number; ``choices`` has those that were timed or, if none was timed enough, all by the estimate.
-    """
-
-    choice: TimedTrees
-    choices: list[TimedTrees]
-    by: Literal["timed", "estimate"]
-    candidates: int
-    costs: SearchCosts
-
-
-def choose(
-    target: Target,
-    calibration: "Calibration",
-    ranks: Tensor,
-    prompts: Sequence[list[int]],
-    sizes: Sequence[int],
-    watch: Watch,
-    lean: bool | None = None,
-) -> Chosen:
-    """Time the best trees of each size, and chains if there are several sizes, on continuations of the prompts.
-
-    Decoders are set up until the time for that has passed, or as many as can be timed twice with each prompt in the
-    time of ``watch``. Where that is too short the estimate chooses, see :class:`Chosen`. ``ranks``, ``sizes``: as
-    :func:`trees_by_size`.
-    """
-    with watch.setting_up("step costs"):
-        known = step_costs(target, lean)
-        step_time = calibration.step_time and calibration.step_time(target, known)
-        candidates = candidates_of(ranks, sizes, known, step_time, chains=len(sizes) > 1)
-    watch.set_up_seconds += watch.set_up  # step costs are measured once on a machine
-    prompts = sorted(prompts, key=len, reverse=True)  # the first one's cache serves all
-    decoders: list[SpeculativeDecoder] = []
-    taus = [1.0]
-
-    def tokens(size: int) -> int:
-        return math.ceil(taus[size] * TIMED_TOKENS) + 1
-
-    def set_up(trees: Trees | None) -> None:
-        """Allocate, take the first steps and, on a GPU, capture them."""
-        drafter = calibration.build(target, *trees) if trees else None
-        decoders.append(_decoder(target, drafter, lean, prompts[0], tokens(len(decoders))))
-
-    with watch.setting_up("plain decoding"):
-        set_up(None)
-        since = time.perf_counter()
-        ends = _ends(decoders[0], prompts[0], tokens(0))
-        taken = time.perf_counter() - since
-    steps = min(taken, ends[-1] - ends[0])
-    prefill, ready = taken - steps, list[Candidate]()
-    two_rounds = MIN_ROUNDS * taken
-    memory, largest = free_bytes(target.device), 0
-    worth = in_order(candidates)
-    for each in worth:
-        two_rounds += MIN_ROUNDS * (prefill + steps * each.cost)
-        if watch.set_up > watch.set_up_seconds or watch.elapsed + two_rounds > watch.seconds:
-            break
-        if target.device.type == "cuda" and memory < 2 * largest:
-            break
-        with watch.setting_up(f"decoder {len(ready) + 1} of at most {len(worth)}"):
-            taus.append(each.tau)
-            set_up(each.trees)
-        ready.append(each)
-        left = free_bytes(target.device)
-        memory, largest = left, max(largest, memory - left)
-    costs = SearchCosts([math.inf], 0, None, [0])
-    if ready:
-        costs, ready = _timed(decoders, ready, prompts, tokens, watch)
-    decoders.clear()
-    gc.collect()  # a cache and its layers refer to each other
-    timed = [(each, cost, runs) for each, cost, runs in zip(ready, costs.seconds[1:], costs.runs[1:], strict=True)]
-    enough = [runs >= MIN_ROUNDS for _, _, runs in timed]
-    if costs.rounds < MIN_ROUNDS or not any(enough):
-        estimated = [
-            TimedTrees(each.trees, each.tau, each.cost * known.plain_seconds, each.speed) for each in candidates
-        ]
-        best = max(estimated, key=lambda each: (each.speedup, -each.nodes))
-        return Chosen(best, estimated, "estimate", len(candidates), costs)
-    # Trees that contain others are never cheaper: if they were measured to be, the others' measurement was disturbed.
-    plain = costs.seconds[0]
-    choices, able = list[TimedTrees](), list[TimedTrees]()
-    for (each, cost, runs), often in zip(timed, enough, strict=True):
-        if runs:
-            seconds = min(cost, *(more for other, more, _ in timed if each.contained_in(other)))
-            choices.append(TimedTrees(each.trees, each.tau, seconds, each.tau * plain / seconds))
-            able += choices[-1:] if often else []
-    by = "timed" if len(ready) > 1 or len(worth) == 1 else "estimate"
-    return Chosen(pick(able), choices, by, len(candidates), costs)
-
-
-def _timed(
-    decoders: list[SpeculativeDecoder],
-    ready: list[Candidate],
-    prompts: Sequence[list[int]],
-    tokens: Callable[[int], int],
-    watch: Watch,
-) -> tuple[SearchCosts, list[Candidate]]:
-    """Time plain decoding, the first of the decoders, and those of the candidates that are ``ready``; returns their
-    costs, and the candidates in the order of these: the fewest nodes first."""
-    order = sorted(range(len(ready)), key=lambda at: (nodes_of(ready[at].trees), ready[at].cost))
-    sorted_ready, places = [ready[at] for at in order], [0, *(at + 1 for at in order)]
-    cheaper = [
-        [0, *(other for other, less in enumerate(sorted_ready[:place], 1) if less.contained_in(each))]
-        for place, each in enumerate(sorted_ready)
-    ]
-    rounds = 0
-
-    def run(size: int, turn: int) -> list[float]:
-        nonlocal rounds
-        rounds += size == 0
-        prompt, place = prompts[turn % len(prompts)], places[size]
-        return [end - begin for begin, end in itertools.pairwise(_ends(decoders[place], prompt, tokens(place)))]
-
-    def time_is_up() -> bool:
-        return watch.is_up(GRACE if rounds <= MIN_ROUNDS else 1.0)
-
-    return timed_search(run, [1.0, *(each.tau for each in sorted_ready)], time_is_up, [[], *cheaper]), sorted_ready
 
 
 @dataclass(frozen=True)

@@ -315,13 +315,13 @@ def _topology(path: Path, paths: Sequence[Sequence[int]]) -> Topology:
 
 def chosen_at_load(path: Path) -> bool:
     """Whether a tree's nodes are chosen from its candidates when the drafter is loaded, by what steps cost there: the
-    file has ``at_load``, from ``inference/calibrate.py --at-load``."""
+    file has ``at_load``, as those of draft heads do."""
     content = read_content(path)
     return isinstance(content, dict) and content.get("at_load") is True
 
 
 def calibrated_on(path: Path) -> str:
-    """The device whose steps a tree's size was chosen by; empty where the file does not say, or none were timed."""
+    """The device by whose step costs a tree was chosen; empty where the file does not say, or each step chooses."""
     content = read_content(path)
     calibration = content.get("calibration") if isinstance(content, dict) and not content.get("at_load") else None
     return str(calibration.get("device", "")) if isinstance(calibration, dict) else ""

@@ -137,9 +137,7 @@ def open_drafter(folder, config, weights, tree, merged):
 
 
 def calibration(folder, config, weights):
-    table = followers(weights)
-    ranks = lambda target, tokens, supervised: follower_ranks(weights, tokens, supervised)  # noqa: E731
-    return Calibration(DEPTH, ranks, lambda target, topology: ToyDrafter(table, topology, target.device))
+    return Calibration(DEPTH, lambda target, tokens, supervised: follower_ranks(weights, tokens, supervised))
 
 
 SCRIPT = Script("toy", ToyRecipe, train, plans)

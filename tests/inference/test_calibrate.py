@@ -1,13 +1,9 @@
 import itertools
 import json
-import math
-import random
 import re
 import subprocess
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -27,11 +23,9 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import calibrations, tree_calibration, tree_search
 from draftsmith.inference.measure import step_costs as costs
-from draftsmith.inference.measure import timed_search as racing
 from draftsmith.inference.measure.step_costs import step_costs
-from draftsmith.inference.measure.timed_search import SearchCosts, timed_search
 from draftsmith.inference.measure.tree_calibration import batches
-from draftsmith.inference.measure.tree_search import TimedTrees, pick, trees_by_size
+from draftsmith.inference.measure.tree_search import Candidate, fastest, trees_by_size
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, head_ranks, path_counts, simulate
 from draftsmith.inference.verify.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
@@ -180,78 +174,10 @@ def test_answers_are_the_targets_own(trained, greedy_texts, monkeypatch):
 
 # ---- the time given, and the choice
 
-SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-TAUS = (1.0, 1.5, 1.7, 1.86, 1.99, 2.1, 2.19, 2.24, 2.34, 2.42, 2.47, 2.56, 2.67, 2.75)  # of the bundled heads
-
-
-class Machine:
-    """Steps of a known cost on a machine that other work slows down: a random share of each step's time, and in some
-    stretches twofold."""
-
-    def __init__(self, seed: int, noise: float, curve: float) -> None:
-        self.random, self.noise = random.Random(seed), noise
-        self.true = [0.005 * (1 + curve * (size - 1)) for size in SIZES]
-        self.runs = [0] * len(SIZES)
-        self.spent = 0.0
-
-    def run(self, size, turn):
-        self.runs[size] += 1
-        busy = 2.0 if self.random.random() < 0.3 * self.noise else 1.0
-        context = 1.0 + 0.1 * turn
-        steps = [self.true[size] * context * busy * (1 + self.noise * self.random.random()) for _ in range(8)]
-        self.spent += sum(steps)
-        return steps
-
-    def choices(self, costs: SearchCosts) -> list[TimedTrees]:
-        return [
-            TimedTrees((Topology(tuple((rank,) for rank in range(nodes - 1))),), tau, cost, tau / cost)
-            for nodes, tau, cost in zip(SIZES[1:], TAUS[1:], costs.seconds[1:], strict=True)
-        ]
-
-    def speed(self, nodes: int) -> float:
-        return TAUS[SIZES.index(nodes)] / self.true[SIZES.index(nodes)]
-
-
-@pytest.mark.parametrize("curve", [0.005, 0.02, 0.1])
-def test_the_choice_is_steady(curve):
-    """With up to 30 % on every step, and one run in eleven twice as slow, the trees chosen are, at their true costs,
-    within 5 % of the fastest; without noise the costs are the true ones."""
-    quiet = Machine(0, 0.0, curve)
-    known = timed_search(quiet.run, TAUS, lambda: False)
-    assert known.noise == 0 and known.rounds == 6
-    always = [size for size, runs in enumerate(quiet.runs) if runs == 6]
-    assert [known.seconds[size] for size in always] == pytest.approx([1.05 * quiet.true[size] for size in always])
-    best = max(quiet.speed(nodes) for nodes in SIZES[1:])
-    assert quiet.speed(pick(quiet.choices(known)).nodes) >= 0.98 * best
-    chosen = []
-    for seed in range(40):
-        machine = Machine(seed, 0.3, curve)
-        costs = timed_search(machine.run, TAUS, lambda m=machine: m.spent > 6)
-        chosen.append(pick(machine.choices(costs)).nodes)
-    assert min(map(quiet.speed, chosen)) >= 0.95 * best, sorted(chosen)
-
-
-def test_sizes_that_cannot_be_fastest_are_left_out():
-    machine = Machine(0, 0.2, 1.0)
-    costs = timed_search(machine.run, TAUS, lambda: False)
-    assert machine.runs[0] == machine.runs[1] == costs.rounds
-    assert costs.seconds[-1] == math.inf and sum(machine.runs[7:]) == 0
-
-
-def test_timing_ends_in_time():
-    machine = Machine(0, 0.2, 0.02)
-    costs = timed_search(machine.run, TAUS, lambda: True)
-    assert machine.runs == [1, 1] + [0] * 12 and (costs.rounds, costs.noise) == (0, None)
-    machine = Machine(0, 5.0, 0.02)
-    timed_search(machine.run, TAUS, lambda: machine.spent > 3)
-    assert 3 < machine.spent < 3 + 1.0
-
 
 def test_of_equal_trees_the_smaller():
-    trees = [TimedTrees((chain(depth),), 1.0, 1.0, speedup) for depth, speedup in enumerate((0.9, 1.19, 1.18, 1.2), 1)]
-    assert pick(trees) == trees[1]
-    assert pick(trees[:1]) == trees[0]
-    assert pick(trees[2:]) == trees[2]
+    trees = [Candidate((chain(depth),), tau, 1.0, ()) for depth, tau in enumerate((0.9, 1.19, 1.2, 1.2), 1)]
+    assert fastest(trees) == fastest(trees[::-1]) == trees[2]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +226,7 @@ def calibrated(run_main, heads_folder):
 
 
 def test_calibrate_on_prompts(run_main, heads_folder, calibrated):
-    """Chats are rendered; the tree has as many nodes as asked for, and no other is timed."""
+    """Chats are rendered; the tree has as many nodes as asked for."""
     folder, prompts = heads_folder
     result = run_main(calibrate.main, folder)
     assert result == (2, "", f"error: {folder}: holds no held-out rows; pass --prompts FILE.jsonl to calibrate on\n")
@@ -313,13 +239,13 @@ def test_calibrate_on_prompts(run_main, heads_folder, calibrated):
 
 
 def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder, monkeypatch):
-    """With --at-load no step is timed; the drafter, alone or in a merge, proposes what pays where it is loaded."""
+    """The drafter, alone or in a merge, proposes what pays where it is loaded."""
     folder, prompts = heads_folder
     result = run_main(calibrate.main, folder, "--prompts", prompts, "--at-load", "--nodes", 4)
     assert result == (2, "", "error: --at-load leaves the number of nodes to each machine; leave out --nodes\n")
-    monkeypatch.setattr(tree_calibration, "choose", None)
     tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100 --at-load")
-    assert "to choose from at load; expected τ by nodes: 2: 1." in out
+    assert "nodes, of which each step takes those that pay; here about " in out
+    assert list(tree["calibration"]["mean_accepted_length_by_nodes"])[:3] == ["2", "3", "4"]
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
     assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
 
@@ -341,10 +267,7 @@ def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder,
         assert report["tree_nodes"] == len(rates) + 1
     del tree["at_load"]
     write_json(folder / "tree.json", tree)
-    assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == len(rates), (
-        "a tree that was calibrated here is taken as it is"
-    )
-    assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}, rows=2) == 0, "but for a text alone"
+    assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == 0, "of any tree"
 
 
 def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
@@ -385,82 +308,25 @@ def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path
     assert step_costs(loaded).points == step_costs(loaded).points, "kept"
 
 
-def test_the_tree_is_the_fastest_one(calibrated, heads_folder, monkeypatch):
-    """Neither the one with the highest τ nor the one whose step is cheapest: 4 nodes cost here no more than 2, which
-    was disturbed, 8 nodes far more."""
-    monkeypatch.setattr(tree_search, "SIZES", (2, 4, 8))
-    monkeypatch.setattr(tree_search, "chain", lambda depth: Topology(((0,),)))  # no other candidates
-    monkeypatch.setattr(tree_search, "step_costs", lambda *_: costs.StepCosts({1: 0.5, 8: 0.6}))
-    monkeypatch.setattr(tree_search, "timed_search", lambda *_: SearchCosts([0.5, 1.1, 1.0, 50.0], 2, None, [2] * 4))
-    tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens {10**9}")
-    assert tree["calibration"]["chosen_by"] == "timed" and "chosen by timed steps, of 3 of 3 candidates" in out
-    two, four, eight = tree["calibration"]["sizes"]
-    assert two["tau"] < four["tau"] < eight["tau"], "else this tests nothing"
-    assert len(tree["paths"]) == 3 and "tree.json: 4 nodes" in out
-    assert tree["calibration"]["expected_mean_accepted_length"] == four["tau"]
-    assert [size["speedup"] for size in (two, four, eight)] == pytest.approx(
-        [two["tau"] / 2, four["tau"] / 2, eight["tau"] / 100], abs=2e-4
-    )
-
-
-# ---- too little time for timing
-
-
-@dataclass
-class Slow:
-    """What `choose` did with decoders whose setting up takes a while: how often each one decoded."""
-
-    set_up: int = 0
-    decoded: Counter = field(default_factory=Counter)
-
-
-@pytest.fixture
-def slow_set_up(monkeypatch):
-    """Decoders that take 0.6 s to set up, beyond what they take."""
-    slow, build, ends = Slow(), tree_search._decoder, tree_search._ends
-
-    def set_up(*args):
-        slow.set_up += 1
-        time.sleep(0.6)
-        return build(*args)
-
-    def decode(decoder, *args):
-        slow.decoded[id(decoder)] += 1
-        return ends(decoder, *args)
-
-    monkeypatch.setattr(tree_search, "_decoder", set_up)
-    monkeypatch.setattr(tree_search, "_ends", decode)
-    return slow
-
-
-def test_setting_up_takes_no_time_of_the_timed_rounds(calibrated, heads_folder, slow_set_up, monkeypatch):
-    """Setting up all candidates would take more than the time given; as many as there is time for are timed."""
-    monkeypatch.setattr(tree_search, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 64: 1.1}))
-    tree, out, err = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30 --seconds 4")
-    known = tree["calibration"]
-    assert known["rounds"] >= tree_search.MIN_ROUNDS == 2 and known["chosen_by"] == "timed"
-    assert 3 <= slow_set_up.set_up <= 8, "plain decoding, and as many candidates as can be set up in about four seconds"
-    often = [count for count in slow_set_up.decoded.values() if count >= tree_search.MIN_ROUNDS]
-    assert len(often) >= 2, "plain decoding and the one chosen; those that fell behind in the first round may have one"
-    seconds = known["seconds"]
-    assert 0.6 * slow_set_up.set_up <= seconds["set_up"]
-    assert "chosen by timed steps, of " in out and "about as long again to set up" in err
-
-
-def test_without_time_the_estimate_chooses(calibrated, heads_folder, monkeypatch):
-    """By ranks and step costs, from trees and chains alike; where nodes are dear, a chain or a small tree."""
+def test_what_is_fastest_here(calibrated, heads_folder, monkeypatch):
+    """By ranks and step costs, from trees and chains alike; where nodes are dear, a chain or a small tree. Draft heads
+    write the same nodes to choose from in either case."""
+    written = []
     for dear, name in ((0.0, "free"), (0.3, "dear")):
         table = costs.StepCosts({1: 0.5, 64: 0.5 * (1 + 63 * dear)})
-        monkeypatch.setattr(tree_search, "step_costs", lambda *_, table=table: table)
+        monkeypatch.setattr(tree_calibration, "step_costs", lambda *_, table=table: table)
         tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 100 --seconds 0.01")
         known = tree["calibration"]
-        assert (known["chosen_by"], known["rounds"]) == ("estimate", 0), name
-        assert "chosen by the estimate" in out and "too short to time 2 rounds; give more --seconds" in out
-        nodes, tau = len(tree["paths"]) + 1, known["expected_mean_accepted_length"]
+        best = max(known["sizes"], key=lambda size: size["speedup"])
+        nodes, tau = best["nodes"], known["expected_mean_accepted_length"]
+        assert tau == best["tau"] and f"here about {nodes}, expected τ {tau:.2f}" in out
+        assert best["seconds_per_step"] == pytest.approx(0.5 * table.relative(nodes))
         of_chain = known["chain_mean_accepted_length"] / table.relative(HEADS + 1)
         assert tau / table.relative(nodes) >= of_chain
-        assert tau / table.relative(nodes) == pytest.approx(max(size["speedup"] for size in known["sizes"]), abs=2e-4)
+        assert tau / table.relative(nodes) == pytest.approx(best["speedup"], abs=2e-4)
         assert nodes > 8 if name == "free" else nodes <= 4
+        written.append(tree["paths"])
+    assert written[0] == written[1]
 
 
 def ranks_of_chains(count=400):
@@ -482,26 +348,9 @@ def test_chains_are_candidates(by_level):
         levels = (depth,) if by_level else ()
         of_chain = tree_search.Candidate(trees, tau, cost, levels)
         assert any(each.tau >= tau and each.contained_in(of_chain) for each in found)
-        best = max(found, key=lambda each: each.speed)
-        assert best.speed >= tau / cost
+        assert fastest(found).speedup >= tau / cost
     for one, other in itertools.permutations(found, 2):
         assert not (one.contained_in(other) and one.tau >= other.tau)
-    order = tree_search.in_order(found)
-    assert order[0] == max(found, key=lambda each: each.speed)
-    assert all(each.speed >= tree_search.WORTH * order[0].speed for each in order) and len(set(order)) == len(order)
-
-
-def test_what_is_cheaper_is_not_always_before():
-    """A size that is only before another one says nothing of that one's cost."""
-    seconds, runs = [1.0, 50.0, 1.2], Counter()
-
-    def run(size, turn):
-        runs[size] += 1
-        return [seconds[size]] * 8
-
-    assert timed_search(run, [1.0, 2.0, 2.1], lambda: False).seconds[2] == math.inf
-    found = timed_search(run, [1.0, 2.0, 2.1], lambda: False, [[], [0], [0]])
-    assert found.seconds[2] == 1.2 and found.runs[2] == found.rounds
 
 
 def test_errors_before_the_target_is_loaded(run_main, heads_folder, tmp_path):
@@ -535,7 +384,7 @@ def test_prompts_that_are_timed(spans, expected):
     supervised = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, span in enumerate(spans):
         supervised[row, slice(*span) if span else slice(0)] = True
-    prompts = tree_calibration.timing_prompts(tokens, supervised)
+    prompts = tree_calibration.timing_prompts(tokens, supervised, 2)
     assert prompts == [tokens[row, :length].tolist() for row, length in expected]
 
 
@@ -561,8 +410,7 @@ def test_calibrate_on_held_out_rows(run_main, calibrated, heads_folder, monkeypa
 
 
 def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeypatch):
-    """Of a text that would take a minute as many rows are ranked as the time is for; the timing, which would not end
-    by itself, has the rest."""
+    """Of a text that would take a minute as many rows are ranked as the time is for."""
     folder, _ = heads_folder
     stored = folder / "held_out" / "model.safetensors"
     stored.parent.mkdir()
@@ -575,14 +423,11 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
         return count(target, heads, tokens, supervised)
 
     monkeypatch.setattr(calibrations, "head_ranks", slow)
-    monkeypatch.setattr(racing, "SETTLED", -1.0)
-    monkeypatch.setattr(racing, "MAX_ROUNDS", 10**9)
-    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     tree, out, err = calibrated("--seconds 3")
     known = tree["calibration"]
-    assert 13 <= known["positions"] <= 13 * 24
-    assert 3 <= sum(known["seconds"].values()) < 20
+    assert 13 <= known["positions"] <= 13 * 60
+    assert 0 < known["seconds"]["ranking"] < 20
     assert "calibrating: at most 3 s from here on" in err and "calibrating (s) 2/3" in err and "s left" in err
     assert f"calibrated on {known['positions']} positions" in out
     result = run_main(calibrate.main, folder, "--seconds", 0)
@@ -590,14 +435,9 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
 
 
 def test_heads_too_weak_for_a_tree(calibrated, heads_folder, monkeypatch):
-    monkeypatch.setattr(
-        tree_search,
-        "timed_search",
-        lambda run, taus, *_: SearchCosts([1.0, *[9.0] * (len(taus) - 1)], 2, None, [2] * len(taus)),
-    )
-    monkeypatch.setattr(tree_search, "SIZES", (2, 4))
-    tree, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
-    assert "plain decoding is faster here" in out and tree["calibration"]["chosen_by"] == "timed"
+    monkeypatch.setattr(tree_calibration, "step_costs", lambda *_: costs.StepCosts({1: 1.0, 2: 9.0}))
+    _, out, _ = calibrated(f"--prompts {heads_folder[1]} --max-new-tokens 30")
+    assert "plain decoding is faster here" in out
 
 
 def test_a_run_that_another_command_writes_is_refused(run_main, heads_folder):
@@ -640,7 +480,8 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     """A tree that was calibrated on more positions is kept; and two commands do not calibrate one drafter at once."""
     folder, prompts = heads_folder
     words = [folder, "--prompts", prompts, "--max-new-tokens", 6, "--seconds", 1]
-    assert run_main(calibrate.main, *words)[0] == 0
+    code, _, err = run_main(calibrate.main, *words)
+    assert code == 0, err
     tree = json.loads((folder / "tree.json").read_text())
     tree["calibration"]["positions"] = 10_781
     (folder / "tree.json").write_text(json.dumps(tree))

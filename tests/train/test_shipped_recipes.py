@@ -34,7 +34,6 @@ def place(tmp_path, monkeypatch):
     """Where the commands run, and caches that hold nothing yet; few steps are timed, and no picture of a report is
     drawn. tests/hub does both as users do, for each family."""
     monkeypatch.setattr(tree_search, "SIZES", (2, 4))
-    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 4)
     monkeypatch.setattr(report, "plot", lambda *_: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))

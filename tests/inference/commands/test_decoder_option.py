@@ -42,7 +42,6 @@ def test_decode(run_decode, report_of, drafter, prompts, asked, decoder):
 def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeypatch):
     monkeypatch.setattr(typical, "available_cores", lambda: 1)
     monkeypatch.setattr(tree_search, "SIZES", (2, 4))
-    monkeypatch.setattr(tree_search, "TIMED_TOKENS", 8)
     common = "--decoder transformers --device cpu"
 
     def run(main, line):
@@ -58,7 +57,7 @@ def test_the_other_commands(run_main, drafter, prompts, tmp_path, asked, monkeyp
         assert json.loads((drafter / "tree.json").read_text())["calibration"]["decoder"] == "transformers"
     finally:
         (drafter / "tree.json").write_text(tree)
-    assert len(asked) == 8 and set(asked) == {False}
+    assert len(asked) == 5 and set(asked) == {False}
     monkeypatch.setattr(bench, "release", lambda: None)
     err = run(bench.main, "--shape tiny-lm --nodes 1 --contexts 9 --repeat 1 --threads 1")
     assert f"steps: {RAN['transformers']}\n" in err

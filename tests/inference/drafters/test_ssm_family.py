@@ -108,7 +108,10 @@ def test_calibrated(run_main, run_decode, stored, prompts, target, text, ids, mo
     assert step_time(two) == pytest.approx(5.5 + 0.01 * (1 + 1 + 1) + 0.01 * (1 + 1.5)), "leaves are not run"
     texts = encode_prompts(read_prompts(prompts), target)
     for each in (trees, two):
-        results = SpeculativeDecoder(target, calibration.build(target, *each)).generate(texts, 32)
+        file = prompts.parent / "trees.json"
+        write_json(file, {"parts": [[list(path) for path in tree.paths] for tree in each]})
+        _, drafter = load_drafter(str(stored), target, tree=str(file), all_nodes=True)
+        results = SpeculativeDecoder(target, drafter).generate(texts, 32)
         lengths = [length for result in results for length in result.accepted]
         assert len(set(lengths)) > 2 and simulate_ensemble(each, ranks) == sum(lengths) / len(lengths)
 
