@@ -40,7 +40,6 @@ JOINT = [*(f"stages.1.{size}" for size in STAGE), "precision.gradient_checkpoint
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
 ADAPTER = {"adapter/adapter_model.safetensors"}
-SPLITS = (("train", "train_sft"), ("validation", "test_sft"))  # of UltraChat
 USELESS = ("bard", "bing", "empty")  # rows that are skipped
 
 
@@ -410,16 +409,6 @@ def test_eagle3(world, name, target):
     train(world, f"{name}-eagle3", "drafter.draft_vocab_size=200", "drafter.unroll=2")
     check_requests(world, target)
     finish(world, f"{name}-eagle3")
-
-
-def test_llama33_70b_eagle3(world):
-    """In one process, and on UltraChat's own answers; tests/train/test_spread.py trains beside a target in parts."""
-    name, target = "llama3.3-70b-eagle3", "meta-llama/Llama-3.3-70B-Instruct"
-    chats = [f"data.{part}=[{{source: HuggingFaceH4/ultrachat_200k, split: {split}}}]" for part, split in SPLITS]
-    train(world, name, "drafter.draft_vocab_size=200", "drafter.unroll=2", *chats)
-    check_requests(world, target)
-    assert supervised(world, name, target) == said(ultrachat(1000, 40))
-    finish(world, name)
 
 
 @pytest.mark.parametrize(
