@@ -174,3 +174,11 @@ def test_a_drafter_that_is_not_exported(run_main, tmp_path):
     (tmp_path / "build/bin/llama-server").touch(0o755)
     code, printed, _ = run_main(serve_check.main, tmp_path / "third", *words[1:], "--server", "llamacpp")
     assert code == 1 and "third: not exported: it has norm_output without fc_norm, which llama.cpp's conv" in printed
+
+
+@pytest.mark.parametrize(("server", "layout"), [("openvino", "speculators"), ("vllm", "openvino")])
+def test_a_layout_that_the_server_does_not_read(run_main, tmp_path, server, layout):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    line = ["ngram", "--target", "models/tiny-lm", "--prompts", tmp_path / "prompts.jsonl", "--environment", tmp_path]
+    code, _, err = run_main(serve_check.main, *line, "--server", server, "--to", layout)
+    assert code == 2 and err.startswith(f"error: --to {layout}: {server} reads "), err
