@@ -36,6 +36,7 @@ from draftsmith.kernels import (
     pair_input,
     res_block,
     rotate_write,
+    soft_loss,
     step_attention,
     tree_attention,
 )
@@ -51,7 +52,7 @@ LEFT = {
     "_res_block_kernel": "BLOCK_M",
 }
 # Offsets may pass 2^31 elements.
-WIDE = ("_tree_attention_kernel", "_merge_items_kernel", "_before_kernel", "_path_kernel")
+WIDE = ("_tree_attention_kernel", "_merge_items_kernel", "_before_kernel", "_path_kernel", "_soft_loss_kernel")
 IN_PLACE = ("_commit_kernel", "_advance_kernel")  # an element is moved by one thread, so nothing is shared
 
 
@@ -278,6 +279,13 @@ def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, Fal
     coupled.coupled_topk(logits, of_row, numbers, of_row, of_row, numbers, positions, count, uses=uses)
 
 
+def _soft_loss(lk: bool) -> None:
+    """Of training EAGLE-3 on a draft vocabulary."""
+    of_row, rows = empty(4096), empty(2048, dtype=INT)
+    teacher = soft_loss.Teacher(empty(4096, 32000), empty(4096, dtype=INT), of_row, of_row if lk else None)
+    soft_loss.soft_loss(empty(2048, 32000, dtype=BF16), teacher, rows, empty(2048), empty(3, 2048))
+
+
 ALL = True, True, True
 # Main paths, and others; 7B has 32 key/value heads, 8B has 8.
 MAIN: dict[str, Callable[[], None]] = {
@@ -305,6 +313,8 @@ MAIN: dict[str, Callable[[], None]] = {
     "verification": partial(_verification, 10),
     "coupled sampling": partial(_coupled, 64, 1),
     "drafts under noise": partial(_coupled, 4, 10),
+    "training, cross-entropy": partial(_soft_loss, False),
+    "training, loss on acceptance": partial(_soft_loss, True),
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "attention 8B, 64 nodes, 20 rows": partial(attention, 64, 8, 20),

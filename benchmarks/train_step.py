@@ -1,11 +1,13 @@
-"""Time a training step for the shape of a target: Medusa-1 (heads alone) and Medusa-2's second stage (with LoRA).
+"""Time a training step for the shape of a target: Medusa-1 (heads alone), Medusa-2's second stage (with LoRA), EAGLE-3.
 
     python benchmarks/train_step.py --shape llama2-7b --dtype bfloat16 --tokens 2048 --out runs/bench/train_step.json
     python benchmarks/train_step.py --shape tiny-lm --sequences 2 --tokens 256 --stages medusa-1
+    python benchmarks/train_step.py --shape llama3-8b --dtype bfloat16 --stages eagle-3 --tokens 2048 --samples 3
 
 Random weights and random tokens, all of them labels: nothing is downloaded. A step is forward, backward, clipping and
 AdamW. The share of the matrix rate counts the products that the method needs (passes through the target's matrices,
-its LM head, the heads), without those that gradient checkpointing repeats; the rate is measured on a large product.
+its LM head, the heads, the drafter), without those of attention's scores and those that gradient checkpointing repeats;
+the rate is measured on a large product.
 """
 
 import argparse
@@ -16,12 +18,10 @@ from draftsmith.benchmarks.options import check_options, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.models.options import choose_device
 
-STAGES = ("medusa-1", "medusa-2")
+STAGES = ("medusa-1", "medusa-2", "eagle-3")
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--shape", default="llama2-7b", help="llama2-7b, llama3-8b, tiny-lm")
-PARSER.add_argument(
-    "--stages", nargs="+", choices=STAGES, default=list(STAGES), help="of Medusa-2 that are timed (%(default)s)"
-)
+PARSER.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES[:2]), help="what is timed (%(default)s)")
 PARSER.add_argument("--sequences", type=int, default=4, help="of a step, at once")
 PARSER.add_argument("--tokens", type=int, default=2048, help="of a sequence")
 PARSER.add_argument("--heads", type=int, default=5, help="Medusa heads (%(default)s)")
@@ -31,7 +31,9 @@ PARSER.add_argument(
     default="own",
     help="own: an LM head each; shared: the target's (%(default)s)",
 )
-PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of the second stage")
+PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of Medusa-2 and of EAGLE-3's steps")
+PARSER.add_argument("--samples", type=int, default=1, help="packed into each sequence, equally long (%(default)s)")
+PARSER.add_argument("--loss", choices=["ce", "lk"], default="ce", help="of EAGLE-3 (%(default)s)")
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
 machine_options(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
 if __name__ == "__main__":
@@ -45,22 +47,30 @@ from draftsmith.benchmarks.shapes import config_of, dtype_of_shape, random_targe
 from draftsmith.benchmarks.tables import facts_of, print_table, table_of, write_report
 from draftsmith.common.files import write_json
 from draftsmith.common.sections import Batch, Optim
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.precision import matmul_rate
 from draftsmith.models.target import Target
+from draftsmith.train.eagle import EagleTraining
 from draftsmith.train.joint import add_adapters
 from draftsmith.train.medusa import Medusa1, Medusa2
 from draftsmith.train.optim import make_optimizer
+from draftsmith.train.sections.eagle import EagleRecipe
 from draftsmith.train.sections.medusa import Joint, MedusaStage
 
 
-def operations(target: Target, module: Medusa1, positions: int) -> float:
-    """Multiply-adds · 2 of a step, counted by passes: frozen matrices forward only (Medusa-1), or forward
-    twice, for the teacher of the KL, and backward to their inputs (Medusa-2); trained ones forward and backward."""
+def operations(target: Target, module: Medusa1 | EagleTraining, positions: int) -> float:
+    """Multiply-adds · 2 of a step, counted by passes: frozen matrices forward only (Medusa-1, EAGLE-3), or forward
+    twice, for the teacher of the KL, and backward to their inputs (Medusa-2); trained ones forward and backward, those
+    of EAGLE-3 in each unrolled step."""
     joint = isinstance(module, Medusa2)
     head = cast(nn.Linear, target.lm_head).weight.numel()
     inside = sum(p.numel() for p in target.decoder.parameters() if p.ndim == 2 and not p.requires_grad)
     inside -= cast(nn.Embedding, target.model.get_input_embeddings()).weight.numel()
+    if isinstance(module, EagleTraining):
+        trained = {name: p.numel() for name, p in module.eagle.named_parameters() if p.ndim == 2}
+        once = trained.pop("fc.weight")
+        return (2.0 * (inside + head) + 6.0 * (once + module.steps * sum(trained.values()))) * positions
     heads = module.heads
     blocks = heads.weight.numel()
     projections = heads.config.num_draft_heads * head
@@ -70,23 +80,42 @@ def operations(target: Target, module: Medusa1, positions: int) -> float:
     return used * positions
 
 
+def eagle_training(target: Target, args: argparse.Namespace) -> EagleTraining:
+    """A drafter with the settings of the recipes for large targets."""
+    drafter = {"version": 3, "fc_norm": True, "norm_output": True, "loss": args.loss}
+    source, stage = [{"source": "stdlib"}], {"optim": {"lr": 1e-4}, "batch": {"sequences": 1}, "steps": 1}
+    content: dict[str, Any] = {"run": {"name": "timed"}, "target": {"name": args.shape}, "drafter": drafter}
+    content |= {"data": {"train": source, "validation": source}, "stages": [stage]}
+    content |= {"precision": {"gradient_checkpointing": args.gradient_checkpointing}}
+    recipe = EagleRecipe.model_validate(content)
+    size = min(32000, target.vocab_size)
+    eagle = Eagle.for_target(target, 3, "own", size, (), None, **recipe.drafter.options)
+    return EagleTraining(target, eagle, recipe)
+
+
 def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, Any]:
     """Median seconds of a step, tokens/s, peak memory and share of the matrix rate."""
     torch.manual_seed(0)
-    heads = MedusaHeads.for_target(target, args.heads, 1, args.projection).to(target.device)
     optim = Optim(lr=1e-4, warmup_steps=0)
     joint = MedusaStage(optim=optim, batch=Batch(sequences=args.sequences), steps=100, joint=Joint())
     if stage == "medusa-2":
         add_adapters(target, Joint(), 0, args.gradient_checkpointing)
-        module: Medusa1 = Medusa2(target, heads, joint)
+    if stage == "eagle-3":
+        module: Medusa1 | EagleTraining = eagle_training(target, args)
     else:
-        module = Medusa1(target, heads)
+        heads = MedusaHeads.for_target(target, args.heads, 1, args.projection).to(target.device)
+        module = Medusa2(target, heads, joint) if stage == "medusa-2" else Medusa1(target, heads)
     module.train()
     optimizer = make_optimizer(module, optim)
     trained = [p for p in module.parameters() if p.requires_grad]
     shape = (args.sequences, args.tokens)
     tokens = torch.randint(target.vocab_size, shape, device=target.device)
     batch = {"tokens": tokens, "supervised": torch.ones(shape, dtype=torch.bool, device=target.device)}
+    if args.samples > 1:
+        target.prepare_packing()
+        each = torch.arange(args.tokens, device=target.device).expand(shape)
+        length = -(-args.tokens // args.samples)
+        batch |= {"positions": each % length, "segment": 1 + each // length}
     cuda = target.device.type == "cuda"
 
     def step() -> None:
@@ -121,7 +150,7 @@ def measure(target: Target, stage: str, args: argparse.Namespace) -> dict[str, A
 
 def main() -> None:
     args = PARSER.parse_intermixed_args()
-    check_options(args, "sequences", "tokens", "heads", "repeat")
+    check_options(args, "sequences", "tokens", "heads", "repeat", "samples")
     torch.set_num_threads(args.threads)
     config_of(args.shape)
     device = torch.device(choose_device(args.device))

@@ -2,7 +2,8 @@
 
     python benchmarks/unroll.py --shape llama3-8b --dtype bfloat16 --steps 1 4 7 --out runs/bench/unroll.json
 
-    draftsmith   one softmax over the first step's keys and one key of each later step: Eagle.unroll as it is
+    draftsmith   one softmax over the first step's keys and one key of each later step: Eagle.unroll as it is, which on
+                 a GPU takes FlexAttention for the former
     dense        step i has the keys of all steps 0 … i and a mask for them: PyTorch's scaled_dot_product_attention
 
 The layer has the sizes of the target's; weights (float32), features and tokens are random, and every position drafts.
@@ -73,7 +74,8 @@ def make_run(args: argparse.Namespace, device: torch.device) -> Run:
     slope = torch.randn(*tokens.shape, d, device=device)  # gradient of each step's output
 
     def run(form: str, steps: int, autocast: bool) -> dict[str, Tensor]:
-        replaced = patch.object(models, "unrolled_attention", dense_attention) if form == "dense" else nullcontext()
+        forms = {"unrolled_attention": dense_attention, "takes_blocks": lambda q: False}
+        replaced = patch.multiple(models, **forms) if form == "dense" else nullcontext()
         with replaced, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             outs = [*eagle.unroll(features, embed, tokens, steps)]
         torch.autograd.backward(outs, [slope.to(out.dtype) for out in outs])

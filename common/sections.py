@@ -95,6 +95,12 @@ class TargetSection(Section):
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="load the frozen target's weights in 8 or 4 bits (needs bitsandbytes)"
     )
+    attention: Literal["auto", "sdpa", "flex_attention"] = Field(
+        default="auto",
+        description="of packed rows in training; sdpa: a mask of every two tokens of a row; flex_attention: of blocks, "
+        "without those of other samples; auto: flex_attention on a GPU, if it runs there. EAGLE's unrolled steps take "
+        "blocks on a GPU, but not with sdpa",
+    )
     trust_remote_code: bool = False
     features: Features | None = Field(
         default=None,

@@ -23,20 +23,20 @@ the vocabulary, S the draft vocabulary (V if there is none).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
+from draftsmith.models.unrolled import Keys, block_mask, dense_mask, takes_blocks, unrolled_attention
 from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
-
-Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
-SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 
 SIZES = (
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
@@ -236,6 +236,8 @@ class Eagle(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
+        self.blocks = True  # FlexAttention in training, where it runs
+        self.recompute = False  # the activations of unrolled steps in the backward pass, instead of keeping them
         d, eps, captured = config.hidden_size, config.rms_norm_eps, len(config.captured_layers)
         read = config.feature_size
         inputs = captured * read if captured else 2 * d
@@ -395,18 +397,23 @@ class Eagle(nn.Module):
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
             q = q.transpose(1, 2)[at].transpose(1, 2)
             residual, positions, hidden = residual[at], positions[at], hidden[at]
-        mask = chosen[:, :, None] >= places[:, None]  # [B, P, T]
-        if segment is not None:
-            mask = mask & (segment.gather(1, chosen)[:, :, None] == segment[:, None])
-        later: list[Keys] = []
-        for step in range(steps):
+        mask = (block_mask if self.blocks and takes_blocks(q) else dense_mask)(chosen, segment, length)
+
+        def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
+            own, kept = q, residual
             if step:
                 embeddings = embed(following.gather(1, chosen + step)).to(dtype)
-                x, residual = self.attention_input(embeddings, hidden)
-                q, keys = self.heads(x, *self.rotary(x, positions + step))
-                later.append(keys)
-            attended = unrolled_attention(q, first, later, mask)
-            for_head, following_hidden = self.outputs(self.finish(attended, residual.to(dtype)))
+                x, kept = self.attention_input(embeddings, hidden)
+                own, keys = self.heads(x, *self.rotary(x, positions + step))
+                later = (*later, keys)
+            attended = unrolled_attention(own, first, later, mask)
+            return *self.outputs(self.finish(attended, kept.to(dtype))), later
+
+        if self.recompute and torch.is_grad_enabled():
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        later: Sequence[Keys] = ()
+        for step in range(steps):
+            for_head, following_hidden, later = run(step, hidden, later)
             yield hidden, for_head
             hidden = following_hidden
 
@@ -416,85 +423,3 @@ def marked_places(marks: Tensor) -> Tensor:
     ``marks``: ``[B, T]`` bool.
     Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
     return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
-
-
-def unrolled_attention(q: Tensor, first: Keys, later: Sequence[Keys], mask: Tensor, chunk: int | None = None) -> Tensor:
-    """Attention ``[B, H, P, D]`` of an unrolled step, as one softmax: the first step's keys by the mask, and one key of
-    each later step, the one in the query's own place.
-
-        scores of query t: q_t · k⁰_j for j that the mask allows, and q_t · kⁱ_t for i = 1, 2, …
-
-    Of the weights, those of ``chunk`` queries exist at a time; the backward pass computes them again.
-
-    Args:
-        q: ``[B, H, P, D]``, rotated.
-        first: rotated keys and values of the first step, ``[B, G, T, D]``.
-        later: those of the steps after it, this one included, ``[B, G, P, D]``.
-        mask: ``[B or 1, P, T]`` bool; a query sees one key at least.
-        chunk: by default as many as keep :data:`SCORES` scores.
-    """
-    kind = q.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
-    chunk = chunk or max(1, SCORES["cpu" if kind == "cpu" else "cuda"] // (q.shape[0] * q.shape[1] * mask.shape[-1]))
-    keys = [part.to(dtype) for pair in (first, *later) for part in pair]
-    with torch.autocast(kind, enabled=False):
-        groups = q.to(dtype).unflatten(1, (keys[0].shape[1], -1))
-        return _UnrolledAttention.apply(groups, mask, chunk, *keys).flatten(1, 2)
-
-
-class _UnrolledAttention(torch.autograd.Function):
-    """q ``[B, G, R, P, D]``, R = H / G. Kept for the backward pass are inputs, output and the logarithm of each
-    softmax's denominator (as in FlashAttention, arXiv 2205.14135)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, mask: Tensor, chunk: int, *keys: Tensor) -> Tensor:
-        out, denominators = torch.empty_like(q), list[Tensor]()
-        for begin in range(0, q.shape[3], chunk):
-            part = slice(begin, begin + chunk)
-            scores, own = _scores(q[..., part, :], mask[:, part], keys, part)
-            denominator = torch.cat([scores.logsumexp(-1, keepdim=True), own], -1).logsumexp(-1, keepdim=True)
-            weights, own = scores.sub_(denominator).exp_().to(q.dtype), own.sub_(denominator).exp_().to(q.dtype)
-            mixed = (weights.flatten(2, 3) @ keys[1]).unflatten(2, weights.shape[2:4])
-            for weight, values in zip(own.unbind(-1), keys[3::2], strict=True):
-                mixed.addcmul_(weight[..., None], values[:, :, None, part])
-            out[..., part, :] = mixed
-            denominators.append(denominator)
-        ctx.save_for_backward(q, mask, out, torch.cat(denominators, 3), *keys)
-        ctx.chunk = chunk
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, mask, out, denominator, *keys = ctx.saved_tensors
-        scale, dtype = q.shape[-1] ** -0.5, denominator.dtype
-        d_q, d_keys = torch.empty_like(q), [torch.zeros_like(part) for part in keys]
-        for begin in range(0, q.shape[3], ctx.chunk):
-            part = slice(begin, begin + ctx.chunk)
-            some, d_some = q[..., part, :], d_out[..., part, :]
-            mean = (d_some.to(dtype) * out[..., part, :]).sum(-1, keepdim=True)  # of the weights' gradients
-            scores, own = _scores(some, mask[:, part], keys, part)
-            weights, own = scores.sub_(denominator[..., part, :]).exp_(), own.sub_(denominator[..., part, :]).exp_()
-            flat = d_some.flatten(2, 3)
-            d_keys[1] += weights.to(q.dtype).flatten(2, 3).transpose(-1, -2) @ flat
-            slopes = (flat @ keys[1].transpose(-1, -2)).unflatten(2, weights.shape[2:4])
-            slopes = weights.mul_(slopes - mean).mul_(scale).to(q.dtype).flatten(2, 3)
-            d_keys[0] += slopes.transpose(-1, -2) @ some.flatten(2, 3)
-            d_part = (slopes @ keys[0]).unflatten(2, weights.shape[2:4])
-            for number, weight in enumerate(own.unbind(-1), 1):
-                k, values = keys[2 * number][:, :, None, part], keys[2 * number + 1][:, :, None, part]
-                slope = weight[..., None] * ((d_some * values).sum(-1, keepdim=True, dtype=dtype) - mean) * scale
-                d_keys[2 * number][:, :, part] = (slope * some).sum(2)
-                d_keys[2 * number + 1][:, :, part] = (weight[..., None] * d_some).sum(2)
-                d_part = d_part + slope.to(q.dtype) * k
-            d_q[..., part, :] = d_part
-        return d_q, None, None, *d_keys
-
-
-def _scores(q: Tensor, mask: Tensor, keys: Sequence[Tensor], part: slice) -> tuple[Tensor, Tensor]:
-    """Scores of a chunk of queries: ``[B, G, R, P, T]`` of the first step's keys, ``[B, G, R, P, K − 1]`` of the later
-    ones, in float32 at least."""
-    scale, dtype = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
-    scores = (q.flatten(2, 3) @ keys[0].transpose(-1, -2)).unflatten(2, q.shape[2:4]).to(dtype).mul_(scale)
-    scores.masked_fill_(~mask[:, None, None], float("-inf"))
-    own = [(q * k[:, :, None, part]).sum(-1, dtype=dtype) * scale for k in keys[2::2]]
-    return scores, torch.stack(own, -1) if own else scores[..., :0]

@@ -221,14 +221,44 @@ class Target:
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
         return [getattr(self.config, name, None) for name in names]
 
+    def prepare_packing(self, attention: str = "auto") -> str:
+        """Choose how rows of several samples attend from now on, and check that samples do not see each other.
+
+        Args:
+            attention: ``sdpa``: a mask of every two tokens of a row; ``flex_attention``: masks of blocks, of which
+                those that no query sees are left out; ``auto``: blocks on a GPU, if they run there.
+
+        Returns a line that says why there are no blocks, where ``auto`` wanted them; else an empty one.
+        Raises ValueError: samples attend to each other, or ``flex_attention`` does not run.
+        """
+        before, reason = self.config._attn_implementation, ""
+        if attention == "flex_attention" or (attention == "auto" and _blocks_suit(self.device)):
+            try:
+                self.model.set_attn_implementation("flex_attention")
+                if self.config._attn_implementation != "flex_attention":  # transformers only warns
+                    raise ValueError("its attention cannot be replaced")
+                self.check_packing(256)  # several blocks
+                return ""
+            except (ImportError, RuntimeError, ValueError) as error:  # of transformers, or of the compiler
+                self.model.set_attn_implementation(before)
+                reason = f"flex_attention does not run for this target here ({reason_of(error)})"
+                if attention != "auto":
+                    raise self._error(f"{reason}; set target.attention=sdpa") from None
+        self.check_packing()
+        return reason and f"{reason}: rows of several samples attend with whole masks, which takes longer"
+
     @torch.no_grad()
-    def check_packing(self) -> None:
-        """Check that packed samples do not attend to each other. Raises ValueError: in this family they do."""
-        tokens = torch.arange(1, 7, device=self.device)[None]
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
-        packed, alone = self.hidden(tokens, positions)[:, 3:].float(), self.hidden(tokens[:, 3:]).float()
-        if (packed - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below other samples' effect
-            raise self._error("packed samples attend to each other in this family; set data.packing=false")
+    def check_packing(self, length: int = 6) -> None:
+        """Check that packed samples do not attend to each other, in two rows of ``length`` tokens at once: transformers
+        finds samples for some kinds of attention in a single row only. Raises ValueError: in this family they do."""
+        tokens = 1 + torch.arange(2 * length, device=self.device).view(2, length) % min(60, self.vocab_size - 1)
+        ends = length // 2, length // 3  # of the first sample of each row
+        positions = torch.stack([torch.cat((torch.arange(end), torch.arange(length - end))) for end in ends])
+        packed = self.hidden(tokens, positions.to(self.device)).float()
+        for row, end in enumerate(ends):
+            alone = self.hidden(tokens[row : row + 1, end:])[0].float()
+            if (packed[row, end:] - alone).norm() > 0.05 * alone.norm():  # far above rounding, far below other samples'
+                raise self._error("packed samples attend to each other in this family; set data.packing=false")
 
     @contextmanager
     def attention(self, implementation: str) -> Iterator[None]:
@@ -311,6 +341,11 @@ class Target:
         allowed = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3  # far above rounding
         if (first - again).norm() > allowed * first.norm():
             raise self._error(f"its logits depend on later tokens: it is no decoder; {_UNSUPPORTED}")
+
+
+def _blocks_suit(device: torch.device) -> bool:
+    """Whether FlexAttention's kernels are made for a device; on a CPU they have no gradients."""
+    return device.type == "cuda"
 
 
 def cache_argument(module: nn.Module) -> str:

@@ -5,17 +5,19 @@
 
     EAGLE-3   L = Σ_i 0.8^i · CE(p_{t+1+i} ‖ q_{t,i}), i = 0 … K − 1: training-time test, K steps of drafting from
               every position, each on the drafter's own states of the steps before it
+              drafter.loss=lk: LK in place of CE, which approaches the probability that a draft is accepted
     EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
 
 p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
-not train. The checkpoint with the highest simulated τ on held-out rows is exported. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: B batch, T tokens, P positions that draft, N positions of the teacher, F features
-per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
+not train. Formulas: kernels/soft_loss.py. The checkpoint with the highest simulated τ on held-out rows is exported.
+Then: inference/calibrate.py, inference/decode.py. Shape letters: B batch, T tokens, P positions that draft, N positions
+of the teacher, F features per token, d hidden width, V vocabulary, S draft vocabulary, K unrolled steps.
 """
 
 import copy
 from dataclasses import fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
@@ -32,6 +34,7 @@ from torch.nn import functional as F
 
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
+from draftsmith.kernels.soft_loss import Teacher
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
@@ -40,7 +43,7 @@ from draftsmith.train import draft_vocabulary, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import HEAD_DECAY, LOGITS, in_chunks, labels_of, linear_soft_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, LOGITS, labels_of, linear_soft_loss, shifted_labels
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
@@ -55,8 +58,9 @@ class EagleTraining(nn.Module):
     def __init__(self, target: Target, eagle: Eagle, recipe: EagleRecipe) -> None:
         super().__init__()
         self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
-        self.steps, self.noise = recipe.drafter.unroll, recipe.drafter.noise
+        self.steps, self.noise, self.loss = recipe.drafter.unroll, recipe.drafter.noise, recipe.drafter.loss
         self.captures = eagle.config.captured_layers
+        eagle.recompute, eagle.blocks = recipe.precision.gradient_checkpointing, recipe.target.attention != "sdpa"
         embeddings = ("eagle.embed_tokens",) if eagle.config.own_embeddings else ()
         self.output_layers = ("eagle.lm_head", *embeddings)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
@@ -78,35 +82,29 @@ class EagleTraining(nn.Module):
         return labels_of(self, batch).sum((1, 2))
 
     @torch.no_grad()
-    def teach(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's distributions on the draft vocabulary ``[N, S]`` float32, and whether its likeliest token is
-        inside ``[N]`` bool; from its last hidden states ``[N, d]``."""
+    def teach(self, hidden: Tensor) -> Teacher:
+        """The target's distributions on the draft vocabulary, from its last hidden states ``[N, d]``."""
         target, ids = self.target, self.eagle.draft_vocab
         dtype = next(target.lm_head.parameters()).dtype
-        found = torch.empty(len(hidden), self.eagle.config.outputs, device=hidden.device)
-        inside = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+        probs = torch.empty(len(hidden), self.eagle.config.outputs, device=hidden.device)
+        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        coverage, entropy = None if ids is None else probs.new_empty(len(hidden)), None
+        if self.loss == "lk":
+            entropy = probs.new_empty(len(hidden))
         size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
             logits = target.logits(hidden[part].to(dtype))
-            found[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
-            if ids is not None:
-                inside[part] = to_draft_ids(logits.argmax(-1), ids, outside=-1) >= 0
-        return found, inside
-
-    def soft_cross_entropy(self, head: Any, out: Tensor, teacher: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """−Σ p log q, summed over positions, and how often the likeliest tokens agree; ``out [P, d]``, ``teacher
-        [N, S]``, ``rows [P]``: the teacher's row for each position."""
-        weight, bias = head.weight, getattr(head, "bias", None)
-        loss, hits = linear_soft_cross_entropy(out, weight, teacher, rows, bias)
-        if self.eagle.lm_head is not None or not self.target.changes_logits:
-            return loss, hits
-
-        def chunk(out: Tensor, rows: Tensor) -> Tensor:
-            logits = self.target.after_head(F.linear(out.to(weight.dtype), weight, bias))
-            return -(teacher[rows] * logits.float().log_softmax(-1)).sum()
-
-        return in_chunks(chunk, teacher.shape[1], out, rows), hits  # the scale or cap changes no order
+            chosen = logits.argmax(-1)
+            p = probs[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
+            best[part] = chosen if ids is None else to_draft_ids(chosen, ids, outside=-1)
+            if coverage is not None:  # of the likeliest token, by both distributions
+                place = best[part, None]
+                whole = logits.softmax(-1, dtype=torch.float32).gather(1, chosen[:, None])
+                coverage[part] = torch.where(place < 0, 0.0, whole / p.gather(1, place.clamp(min=0)))[:, 0]
+            if entropy is not None:
+                entropy[part] = -torch.xlogy(p, p).sum(-1)
+        return Teacher(probs, best, coverage, entropy)
 
     def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
         """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""
@@ -121,34 +119,41 @@ class EagleTraining(nn.Module):
         if (features := batch.get("hidden")) is None:
             with torch.no_grad():  # padding follows every label, and attention is causal
                 features = self.target.features(batch["tokens"].long(), self.captures, batch.get("positions"))
-        eagle, labelled, loss, metrics = self.eagle, labels_of(self, batch), torch.zeros((), device=features.device), {}
+        eagle, labelled, steps = self.eagle, labels_of(self, batch), self.steps  # [K, B, T]
         taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
         for i, where in enumerate(labelled):
             taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
-        hidden = features[taught][:, : eagle.config.feature_size]  # [N, d]
-        teacher, inside = self.teach(hidden)
-        row_of = taught.flatten().cumsum(0).view_as(taught) - 1
+        hidden = features[..., : eagle.config.feature_size][taught]  # [N, d]
+        teacher = self.teach(hidden)
         chosen = marked_places(labelled.any(0))
-        head = eagle.draft_head(self.target.lm_head)
+        # Step i predicts from index t what the target predicts from t + i + 1. A row of −1 is of no token.
+        ahead = torch.arange(1, steps + 1, device=chosen.device)[:, None, None]
+        row_of = (taught.flatten().cumsum(0).view_as(taught) - 1).expand_as(labelled)
+        rows = row_of.gather(2, (chosen + ahead).clamp(max=taught.shape[1] - 1))  # [K, B, P]
+        marks = labelled.gather(2, chosen.expand(steps, -1, -1))
+        kept = marks & (F.pad(teacher.best, (0, 1), value=-1)[rows] >= 0)
+        number, place = kept.flatten(1).nonzero(as_tuple=True)
+        sizes = kept.sum((1, 2)).tolist()
         read = features.float()
         if eagle.config.version == 1 and self.noise and self.training:
             read = self.noisy(read, batch, step)
         places_of = (batch.get("positions"), batch.get("segment"), chosen)
-        unrolled = eagle.unroll(read, self.target.embeddings, batch["tokens"], self.steps, *places_of)
-        for i, out in enumerate(unrolled):
-            where, count = labelled[i].gather(1, chosen), counts[i].clamp(min=1)
-            behind = (chosen + i + 1).clamp(max=taught.shape[1] - 1)  # where the target predicts the same token
-            out, rows = out[where], row_of.gather(1, behind)[where]
-            kept = inside[rows]
-            total, hits = self.soft_cross_entropy(head, out[kept], teacher, rows[kept])
-            metrics |= {f"step{i + 1}_loss": total.detach() / count, f"step{i + 1}_top1": hits / count}
-            if eagle.config.version == 3:
-                loss = loss + HEAD_DECAY**i * total / count
-                continue
-            regression = F.smooth_l1_loss(out.float(), hidden[rows].float(), reduction="sum")
-            regression = regression / (out.shape[-1] * count)
-            metrics["regression_loss"] = regression.detach()
-            loss = regression + CE_WEIGHT * total / count
+        unrolled = eagle.unroll(read, self.target.embeddings, batch["tokens"], steps, *places_of)
+        first = next(unrolled)
+        outs = [out.flatten(0, 1)[at] for out, at in zip(chain([first], unrolled), place.split(sizes), strict=True)]
+        head: Any = eagle.draft_head(self.target.lm_head)
+        after = self.target.after_head if eagle.lm_head is None and self.target.changes_logits else None
+        counts = counts.clamp(min=1)
+        weights = (1.0 if eagle.config.version == 3 else CE_WEIGHT) * HEAD_DECAY ** (ahead.flatten() - 1) / counts
+        given = (teacher, rows.flatten(1)[number, place], weights[number])
+        loss, found = linear_soft_loss(torch.cat(outs), head.weight, *given, getattr(head, "bias", None), after)
+        means = torch.stack([part.sum(1) for part in found.split(sizes, 1)]) / counts[:, None]
+        named = zip(("loss", "top1", "acceptance"), means.unbind(1), strict=True)
+        metrics = {f"step{i + 1}_{name}": each[i] for name, each in named for i in range(steps)}
+        if eagle.config.version == 1:
+            out, wanted = first[marks[0]].float(), hidden[rows[0][marks[0]]].float()
+            regression = F.smooth_l1_loss(out, wanted, reduction="sum") / (out.shape[-1] * counts[0])
+            loss, metrics = loss + regression, metrics | {"regression_loss": regression.detach()}
         return loss, metrics
 
 

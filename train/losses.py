@@ -1,6 +1,6 @@
 """Losses: label shift, cross-entropy, normalisation per valid token.
 
-Shape letters: B batch, T tokens, d hidden width, V vocabulary, P positions, N distributions of a teacher.
+Shape letters: B batch, T tokens, d hidden width, V vocabulary, S draft vocabulary, P positions, N rows of a teacher.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from draftsmith.kernels.soft_loss import Teacher, soft_loss
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
@@ -92,10 +94,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope.copy_(logits)
                 if d_features is not None:
                     torch.mm(slope, w, out=d_features[begin : begin + chunk])
-                if d_weight is not None and dtype == torch.float32:
-                    d_weight.addmm_(slope.t(), x)
-                elif d_weight is not None:
-                    d_weight += slope.t() @ x
+                if d_weight is not None:
+                    _add_product(d_weight, slope, x)
         ctx.save_for_backward(d_features, d_weight, d_bias)
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (features, weight, bias)]
         ctx.mark_non_differentiable(hits)
@@ -131,8 +131,16 @@ def linear_cross_entropy(
     return losses, hits
 
 
-class _LinearSoftCrossEntropy(torch.autograd.Function):
-    """Cross-entropy against a teacher's distributions; gradients are computed with the loss, by chunks."""
+def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
+    """Add slopeᵀ · x to a float32 gradient."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.t(), x)
+    else:
+        total += slope.t() @ x
+
+
+class _LinearSoftLoss(torch.autograd.Function):
+    """Losses against a teacher's distributions; gradients are computed with the loss, by chunks of positions."""
 
     @staticmethod
     def forward(
@@ -140,8 +148,10 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         features: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        teacher: Tensor,
+        teacher: Teacher,
         rows: Tensor,
+        scale: Tensor,
+        after: Callable[[Tensor], Tensor] | None,
         chunk: int,
         with_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -151,60 +161,70 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
         flat, w = features.to(dtype), weight.detach().to(dtype)
         d_features = torch.empty_like(flat) if needs[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
-        losses = torch.zeros((), dtype=torch.float32, device=flat.device)
-        hits = torch.zeros((), dtype=torch.int64, device=flat.device)
+        found = torch.empty(3, len(flat), dtype=torch.float32, device=flat.device)
         with torch.autocast(kind, enabled=False):
             for begin in range(0, len(flat), chunk):
-                x, wanted = flat[begin : begin + chunk], teacher[rows[begin : begin + chunk]]
-                logits = torch.mm(x, w.t()).float()
-                if bias is not None:
-                    logits += bias
-                top = logits.amax(-1, keepdim=True)
-                hits += (logits.gather(1, wanted.argmax(-1, keepdim=True)) == top).sum()
-                losses -= (wanted * logits.sub_(top)).sum()
-                total = logits.exp_().sum(-1, keepdim=True)
-                losses += total.log().sum()
-                if any(needs):
-                    slope = logits.div_(total).sub_(wanted).to(dtype)
-                    if d_features is not None:
-                        torch.mm(slope, w, out=d_features[begin : begin + chunk])
-                    if d_weight is not None:
-                        d_weight += slope.t() @ x
+                part = slice(begin, begin + chunk)
+                slope, given = flat[part] @ w.t(), (teacher, rows[part], scale[part], found[:, part])
+                if after is None:
+                    soft_loss(slope, *given, bias)
+                else:
+                    slope = _through(after, slope if bias is None else slope + bias, given)
+                if d_features is not None:
+                    torch.mm(slope, w, out=d_features[part])
+                if d_weight is not None:
+                    _add_product(d_weight, slope, flat[part])
         ctx.save_for_backward(d_features, d_weight)
         ctx.dtypes = features.dtype, weight.dtype
-        ctx.mark_non_differentiable(hits)
-        return losses, hits
+        ctx.mark_non_differentiable(found)
+        return (found[0] * scale).sum(), found
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if d is None else d.mul_(d_loss).to(dtype) for d, dtype in pairs), *[None] * 5
+        return *(None if d is None else d.mul_(d_loss).to(dtype) for d, dtype in pairs), *[None] * 7
 
 
-def linear_soft_cross_entropy(
+def _through(after: Callable[[Tensor], Tensor], logits: Tensor, given: tuple[Any, ...]) -> Tensor:
+    """The gradient at an LM head's output that a target scales or caps before the loss; see :func:`soft_loss`."""
+    with torch.enable_grad():
+        raw = logits.float().requires_grad_()
+        made = after(raw)
+    slope = made.detach().clone()
+    soft_loss(slope, *given)
+    return torch.autograd.grad(made, raw, slope)[0].to(logits.dtype)
+
+
+def linear_soft_loss(
     features: Tensor,
     weight: Tensor,
-    teacher: Tensor,
+    teacher: Teacher,
     rows: Tensor,
+    scale: Tensor,
     bias: Tensor | None = None,
+    after: Callable[[Tensor], Tensor] | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`linear_cross_entropy`, of distributions instead of labels: −Σ_v p_v log softmax(…)_v, summed over the
-    positions, and the number of positions whose likeliest token is the teacher's.
+    """As :func:`linear_cross_entropy`, of distributions instead of labels, and weighted: Σ_p scale_p · loss_p. The loss
+    is the cross-entropy against the teacher, or LK, as in :mod:`draftsmith.kernels.soft_loss`.
+
+    All positions of a module's forward pass belong into one call: it keeps one float32 gradient of the weight.
 
     Args:
         features: ``[P, d]``.
-        weight, bias: ``[V, d]`` and ``[V]``; the bias does not train.
-        teacher: ``[N, V]`` float32, each a distribution.
+        weight, bias: ``[S, d]`` and ``[S]``; the bias does not train.
+        teacher: its distributions, N of them.
         rows: ``[P]`` int64, the teacher's row for each position.
+        scale: ``[P]`` float32.
+        after: what is done to the logits, element by element (:meth:`Target.after_head`).
 
     Returns:
-        (sum of the losses in fp32, hits), both scalars.
+        The weighted sum, a scalar in fp32, and ``[3, P]`` of each position, without gradients: its loss, whether no
+        token's logit exceeds that of the target's likeliest one, the probability that its draft is accepted.
     """
     chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
     grad = torch.is_grad_enabled()
-    losses, hits = _LinearSoftCrossEntropy.apply(features, weight, bias, teacher, rows, chunk, grad)
-    return losses, hits
+    return _LinearSoftLoss.apply(features, weight, bias, teacher, rows, scale, after, chunk, grad)
 
 
 def in_chunks(function: Callable[..., Tensor], vocab_size: int, *parts: Tensor) -> Tensor:
@@ -212,8 +232,8 @@ def in_chunks(function: Callable[..., Tensor], vocab_size: int, *parts: Tensor) 
     :data:`LOGITS` values; they are computed again in the backward pass.
 
     Args:
-        function: a sum over the positions of its arguments, as a scalar in fp32. It calls the LM head as a module,
-            which may be adapted or sharded.
+        function: a sum over the positions of its arguments, as a scalar in fp32, or several such sums. It calls the LM
+            head as a module, which may be adapted or sharded.
         parts: ``[P, ...]`` each. With P = 0 the sum is 0, and a function of the LM head's weights all the same: a
             process without a label has to take part in the exchange of their gradients.
     """

@@ -245,7 +245,10 @@ class Run(Generic[R]):
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
         if recipe.data.packing:
-            target.check_packing()
+            dense = recipe.precision.compile  # which compiles the target's attention with the rest
+            line = target.prepare_packing("sdpa" if dense else recipe.target.attention)
+            if line and self.main:
+                console.print(line, style="yellow")
         rows = rows_of(recipe, "train", target)
         held_out = held_out_rows(recipe, target)
         if self.main:

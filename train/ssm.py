@@ -4,7 +4,7 @@
 
 Each stage of the recipe trains one SSM, a copy of the same base, on the target's own greedy answers:
 
-    D_1 = all prompts with their answers;   SSM_s minimises CE (or KL to the target) on D_s
+    D_1 = all prompts with their answers;   SSM_s minimises CE (or KL or LK to the target) on D_s
     D_{s+1} = the prompts that none of SSM_1 … SSM_s answers like the target does, in its first m tokens
 
 An SSM's weights are those of the evaluation with the highest simulated τ of the ensemble so far. Every part of the
@@ -40,6 +40,7 @@ from draftsmith.inference.measure.tree_statistics import (
     simulate_ensemble,
 )
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.kernels.soft_loss import lk_weight
 from draftsmith.models.artifact import in_dtype, write_model
 from draftsmith.models.ssm import part_name
 from draftsmith.models.target import Target
@@ -57,7 +58,7 @@ from draftsmith.train.ssm_base import make_base, plans
 
 
 class Ssm(nn.Module):
-    """An SSM that trains on the target's answers; the target itself takes part with ``loss: kl`` alone."""
+    """An SSM that trains on the target's answers; the target itself takes part with ``loss: kl`` and ``lk``."""
 
     def __init__(self, ssm: Target, target: Target, draft_vocab: Tensor | None, loss: str, frozen: bool) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class Ssm(nn.Module):
                 assert isinstance(module, nn.Module)
                 module.requires_grad_(False)
         self.output_layers = ("model.lm_head",)  # not for Muon
-        self.teacher = target.model if loss == "kl" else None  # frozen: moves with the module, is in no optimizer
+        self.teacher = None if loss == "ce" else target.model  # frozen: moves with the module, is in no optimizer
         self.draft_vocab = draft_vocab
 
     def train(self, mode: bool = True) -> "Ssm":
@@ -95,7 +96,7 @@ class Ssm(nn.Module):
         return weight[self.draft_vocab], None if bias is None else bias[self.draft_vocab]
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """CE of the next token, or KL(target ‖ SSM) over the draft vocabulary, in nats per label."""
+        """CE of the next token, or KL(target ‖ SSM) or LK over the draft vocabulary, in nats per label."""
         tokens, positions, labels = batch["tokens"].long(), batch.get("positions"), labels_of(self, batch)
         used, labelled = labels != -100, counts[0].clamp(min=1)
         hidden = self.ssm.hidden(tokens, positions)[used]
@@ -103,24 +104,35 @@ class Ssm(nn.Module):
             weight, bias = self.head(self.ssm)
             total, hits = linear_cross_entropy(hidden.float(), weight, labels[used], bias)
             return total / labelled, {"ce": total.detach() / labelled, "top1": hits / labelled}
-        teacher = hidden
-        if self.loss == "kl":
+
+        def log_q(own: Tensor) -> Tensor:
+            return self.ssm.after_head(F.linear(own, *self.head(self.ssm))).float().log_softmax(-1)
+
+        if self.loss == "ce":
+            total = in_chunks(
+                lambda own, right: F.nll_loss(log_q(own), right, reduction="sum"),
+                self.ssm.vocab_size,
+                *(hidden, labels[used]),
+            )
+            return total / labelled, {"ce": total.detach() / labelled}
+        with torch.no_grad():
+            teacher = self.target.hidden(tokens, positions)[used]
+
+        def chunk(own: Tensor, given: Tensor) -> Tensor:
+            log_probs = log_q(own)
             with torch.no_grad():
-                teacher = self.target.hidden(tokens, positions)[used]
+                log_p = self.target.logits(given).float().log_softmax(-1)
+                log_p = log_p if self.draft_vocab is None else log_p[:, self.draft_vocab]
+                inside = log_p.log_softmax(-1)  # on the draft vocabulary
+            acceptance = torch.minimum(log_p.exp(), log_probs.exp()).sum(-1)
+            losses = F.kl_div(log_probs, inside, log_target=True, reduction="none").sum(-1)
+            if self.loss == "lk":  # kernels/soft_loss.py
+                weight = lk_weight(acceptance)
+                losses = weight * losses + (1 - weight) * (1 - acceptance)
+            return torch.stack((losses.sum(), acceptance.detach().sum()))
 
-        def log_softmax(model: Target, features: Tensor) -> Tensor:
-            return model.after_head(F.linear(features, *self.head(model))).float().log_softmax(-1)
-
-        def chunk(own: Tensor, given: Tensor, right: Tensor) -> Tensor:
-            log_probs = log_softmax(self.ssm, own)
-            if self.loss == "ce":
-                return F.nll_loss(log_probs, right, reduction="sum")
-            with torch.no_grad():
-                wanted = log_softmax(self.target, given)
-            return F.kl_div(log_probs, wanted, log_target=True, reduction="sum")
-
-        total = in_chunks(chunk, self.ssm.vocab_size, hidden, teacher, labels[used])
-        return total / labelled, {self.loss: total.detach() / labelled}
+        total, accepted = in_chunks(chunk, self.target.vocab_size, hidden, teacher) / labelled
+        return total, {self.loss: total.detach(), "acceptance": accepted.detach()}
 
 
 def evaluate(run: Run[SsmRecipe], earlier: list[Tensor], module: nn.Module) -> dict[str, float]:

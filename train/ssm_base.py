@@ -32,7 +32,7 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
     """What each round costs."""
     d, shape = recipe.drafter, target_shape(recipe.target)
     outputs = shape.hidden_size * (d.draft_vocab_size or shape.vocab_size)
-    passes = 1 if d.loss == "kl" else 0  # through the target
+    passes = 0 if d.loss == "ce" else 1  # through the target
     if d.layers:
         trained, copied = size_of_layers(shape.config, d.layers)
         costs = {"projected": outputs, "passes": passes, "copied": copied}

@@ -19,6 +19,7 @@ STEP = {"bytes": 0.87, "operations": 0.6}
 ATTENTION = {"bytes": 0.85, "operations": 0.6}
 SHORTLIST = {"bytes": 0.8, "operations": 0.6}
 TRAINING = {"medusa-1": 0.5, "medusa-2": 0.45}  # of the matrix rate
+EAGLE_TRAINING = {"rows of 2,048": 0.45, "rows of 8,192": 0.35}
 KERNELS = (15, 40)  # of a step: of each layer, around the layers
 NOISE = 1.02  # two medians within this factor count as equal
 LIMITS = {"bytes": "bandwidth", "operations": "matrix rate"}
@@ -273,3 +274,15 @@ def judge_training(out: Path, rehearsal: bool) -> Finding:
     ]
     met = all(r["of_matmul_rate"] >= TRAINING[r["stage"]] for r in report["results"])
     return Finding("; ".join(shown), met, missing=missing(len(shown), len(report["shape"]["stages"])))
+
+
+def judge_eagle_training(out: Path, rehearsal: bool) -> Finding:
+    """A training step of EAGLE-3 at its share of the matrix rate, at short rows and at long ones."""
+    shown, met = list[str](), True
+    for (name, goal), file in zip(EAGLE_TRAINING.items(), ("short", "long"), strict=True):
+        if (path := out / "eagle-step" / f"{file}.json").exists():
+            for row in json_object(path)["results"]:
+                memory = f", {row['peak_memory_bytes'] / 1e9:.0f} GB" if row["peak_memory_bytes"] else ""
+                shown.append(f"{name}: {row['of_matmul_rate']:.0%} of the matrix rate{memory}")
+                met = met and row["of_matmul_rate"] >= goal
+    return Finding("; ".join(shown), met, missing=missing(len(shown), len(EAGLE_TRAINING)))

@@ -129,6 +129,7 @@ CHATS = "runs/chats.jsonl"  # python data/prompts.py human-eval writing question
 SERVING = "python benchmarks/serving.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/serving.json"
 BUDGET = "python benchmarks/budget.py {eagle} --prompts {out}/models/prompts.jsonl --out {here}/budget.json"
 COMPRESSED = "python benchmarks/compressed.py speed {target} --out {here}/compressed.json"
+EAGLE_STEP = "python benchmarks/train_step.py --shape llama3-8b --dtype bfloat16 --stages eagle-3"
 UNROLL = "python benchmarks/unroll.py --out {here}/unroll.json --steps 1 4 7"
 LONG, SHORT = "--max-new-tokens 128 --seconds", "--max-new-tokens 8 --seconds 0.1 --threads 1"
 TOY_SSMS = "--target {ssms}/tiny-target --max-new-tokens 4 --seconds 0.1 --device cpu --threads 1"
@@ -319,6 +320,16 @@ PARTS = (
         kernel_judges.judge_training, ("peft",),
     ),
     Part(
+        "eagle-step", "EAGLE-3 at the 8B shape: ≥ 45 % of the matrix rate at rows of 2,048, ≥ 35 % at 8,192", 150,
+        (EAGLE_STEP + " --sequences 2 --tokens 2048 --samples 3 --out {here}/short.json",
+         EAGLE_STEP + " --sequences 1 --tokens 8192 --samples 3 --out {here}/long.json"),
+        ("python benchmarks/train_step.py --shape tiny-lm --device cpu --sequences 1 --tokens 24 --stages eagle-3 "
+         "--samples 2 --repeat 1 --out {here}/short.json",
+         "python benchmarks/train_step.py --shape tiny-lm --device cpu --sequences 1 --tokens 24 --stages eagle-3 "
+         "--samples 2 --repeat 1 --loss lk --gradient-checkpointing --out {here}/long.json"),
+        kernel_judges.judge_eagle_training, ("peft",),
+    ),
+    Part(
         "switches", "what is off by default (programmatic dependent launch, written logits, bits that drafting never "
         "changes, attention merged by its last program) is not faster (by more than 2 %): else it has to be the "
         "default", 400,
@@ -419,7 +430,7 @@ BUNDLES = {
     "kernels": ("kernel-bench", "around", "shortlist", "eagle-unroll"),
     "eagle": ("eagle", "eagle-decode"),
     "serving": ("serving",),
-    "training": ("train-step",),
+    "training": ("train-step", "eagle-step"),
     "switches": ("switches",),
     "same-bits": ("same-bits",),
     "dynaspec": ("dynaspec",),

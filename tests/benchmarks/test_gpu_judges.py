@@ -129,6 +129,16 @@ def test_goals_of_kernels(tmp_path, write):
             judged(*few, row("triton", 16, 1.2, wrong))
 
 
+def test_goals_of_training_eagle(tmp_path, write):
+    for short, long, met in ((0.46, 0.36, True), (0.44, 0.36, False), (0.46, 0.34, False), (0.46, None, True)):
+        for name, share in (("short", short), ("long", long)):
+            (tmp_path / f"eagle-step/{name}.json").unlink(missing_ok=True)
+            if share:
+                write(f"eagle-step/{name}.json", {"results": [{"of_matmul_rate": share, "peak_memory_bytes": 4e10}]})
+        found = kernel_judges.judge_eagle_training(tmp_path, False)
+        assert found.met is met and bool(found.missing) is (long is None) and "40 GB" in found.value
+
+
 def test_goals_of_training(tmp_path, write):
     for shares, met in (((0.51, 0.46), True), ((0.49, 0.46), False), ((0.51, 0.44), False), ((0.51,), True)):
         rows = [

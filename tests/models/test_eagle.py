@@ -12,7 +12,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.runner import Runner, engine_attention, joined_features
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
-from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places, unrolled_attention
+from draftsmith.models import unrolled
+from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places
+from draftsmith.models.unrolled import block_mask, dense_mask, unrolled_attention
 
 KINDS = {
     "eagle-1": (1, "shared", {}),
@@ -125,7 +127,7 @@ class Lookup(torch.nn.Module):
 @pytest.mark.parametrize("scores", [1 << 20, 100])
 def test_unrolled_steps_are_drafting_token_by_token(make_target, kind, scores, monkeypatch):
     """Values and gradients of K steps from every position at once, in one chunk of queries or in several."""
-    monkeypatch.setattr("draftsmith.models.eagle.SCORES", {"cpu": scores, "cuda": scores})
+    monkeypatch.setattr("draftsmith.models.unrolled.SCORES", {"cpu": scores, "cuda": scores})
     eagle, features, embed, tokens = case(make_target("llama", num_hidden_layers=4), kind)
     features.requires_grad_()
     torch.manual_seed(6)
@@ -226,6 +228,61 @@ def test_unrolled_attention_is_one_softmax():
         torch.testing.assert_close(found[row, head, t], wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """FlexAttention's operators as PyTorch defines them, with gradients, which it only offers on other devices."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_attention_by_blocks_is_that_of_a_dense_mask(on_a_cpu, segmented):
+    """Values and gradients of the first step and of a later one; samples of a row, padding, grouped queries."""
+    torch.manual_seed(0)
+    segment = torch.tensor([[1] * 140 + [2] * 150 + [0] * 10, [1] * 30 + [2] * 250 + [3] * 20]) if segmented else None
+    marks = torch.rand(2, 300) < 0.95
+    chosen = marked_places(marks)
+    q = torch.randn(2, 6, chosen.shape[1], 16, dtype=torch.float64, requires_grad=True)
+
+    def pair(length):
+        return tuple(torch.randn(2, 3, length, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    first, later = pair(300), [pair(chosen.shape[1]), pair(chosen.shape[1])]
+    blocks, dense = (make(chosen, segment, 300) for make in (block_mask, dense_mask))
+    left_out = 2 * 3 * 3 - int(blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum())
+    assert dense.any(-1).all() and left_out >= (3 if segmented else 2)
+    for count in (0, 2):
+        given = [q, *first, *(part for keys in later[:count] for part in keys)]
+        slopes = torch.randn_like(q)
+        found, wanted = (unrolled_attention(q, first, later[:count], mask) for mask in (blocks, dense))
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+        pairs = (torch.autograd.grad((out * slopes).sum(), given) for out in (found, wanted))
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@every_kind
+@pytest.mark.parametrize("recompute", [False, True])
+def test_unrolled_steps_by_blocks(on_a_cpu, make_target, kind, recompute, monkeypatch):
+    """A drafter's steps and gradients, also with activations that the backward pass computes again."""
+    eagle, features, embed, tokens = case(make_target("llama", num_hidden_layers=4), kind)
+    eagle.recompute = recompute
+    segment, places = torch.tensor([[1] * 5 + [2] * 7] * 2), torch.tensor([[0, 1, 6, 7, 8], [2, 3, 7, 5, 6]])
+    positions, found = torch.tensor([[*range(5), *range(7)]] * 2), {}
+    trained = [p for n, p in eagle.named_parameters() if n != "lm_head.weight"]
+    monkeypatch.setattr("draftsmith.models.eagle.takes_blocks", lambda q: True)
+    attended = []
+    monkeypatch.setattr("draftsmith.models.unrolled._on", lambda kind, function: attended.append(0) or function)
+    for blocks in (False, True):
+        assert not attended
+        eagle.blocks = blocks
+        outs = torch.stack([*eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places)])
+        found[blocks] = outs.detach(), *torch.autograd.grad(outs.square().sum(), trained)
+    assert attended, "by blocks"
+    for one, other in zip(found[True], found[False], strict=True):
+        assert (one - other).norm() < 1e-9 * other.norm()
+
+
 # ---- features
 
 
@@ -317,3 +374,16 @@ def test_the_config_is_the_targets():
         EagleConfig.for_target(config, 128256, 131072, 3, "own", None, [32])
     with pytest.raises(ValueError, match="EAGLE-1 has the target's LM head"):
         dataclasses.replace(found, version=1, captured_layers=())
+
+
+def test_unrolled_steps_without_blocks_where_they_do_not_run(on_a_cpu, monkeypatch, capsys):
+    """A compiler that fails is one line, once, and the dense form."""
+    assert unrolled._runs.__wrapped__(torch.device("cpu")) and not capsys.readouterr().err
+
+    def fails(kind, function):
+        raise RuntimeError("no kernel\nfor this GPU")
+
+    monkeypatch.setattr(unrolled, "_on", fails)
+    assert not unrolled._runs.__wrapped__(torch.device("cpu"))
+    line = "flex_attention does not run here (RuntimeError: no kernel): unrolled steps take whole masks, and longer\n"
+    assert capsys.readouterr().err == line

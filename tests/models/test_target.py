@@ -61,6 +61,79 @@ def test_a_family_that_cannot_be_packed_says_so(make_target):
         make_target("opt").check_packing()
 
 
+def test_flash_attention_mixes_the_samples_of_several_rows(make_target, monkeypatch):
+    """transformers reads positions as samples where a batch has one row; with two, flash attention would run causally
+    across them. As its kernels, the attention here gets no mask, and finds samples as transformers does for them."""
+    from torch.nn.functional import scaled_dot_product_attention as attend
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+    from transformers.modeling_flash_attention_utils import _is_packed_sequence
+
+    def samples_of_one_row(module, q, k, v, mask, *, scaling=None, position_ids=None, **rest):
+        assert mask is None
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        if _is_packed_sequence(position_ids, len(q)):
+            sample = (position_ids == 0).cumsum(-1)
+            seen = seen & (sample[:, :, None] == sample[:, None])[:, None]
+        return attend(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+    AttentionInterface.register("samples_of_one_row", samples_of_one_row)
+    AttentionMaskInterface.register("samples_of_one_row", flash_attention_mask)
+    target = make_target("llama")
+    with target.attention("samples_of_one_row"):
+        tokens, positions = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 0, 1]])
+        torch.testing.assert_close(target.hidden(tokens, positions)[:, 2:], target.hidden(tokens[:, 2:]))
+        with pytest.raises(ValueError, match="packed samples attend to each other"):
+            target.check_packing()
+
+
+@pytest.fixture
+def eager_blocks(monkeypatch):
+    """FlexAttention as transformers calls it, uncompiled."""
+    from torch.nn.attention import flex_attention
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention.flex_attention)
+
+    def uncompiled(**options):
+        return flex_attention.create_block_mask(**options | {"_compile": False})
+
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3"])
+@torch.no_grad()
+def test_packed_rows_by_blocks(make_target, eager_blocks, family):
+    """``target.attention: flex_attention``: hidden states as with a dense mask; the engine's attention comes back."""
+    target = make_target(family)
+    torch.manual_seed(5)
+    tokens, positions = torch.randint(target.vocab_size, (2, 25)), torch.tensor([[*range(11), *range(14)]] * 2)
+    wanted = target.hidden(tokens, positions)
+    assert target.prepare_packing("flex_attention") == "" and target.config._attn_implementation == "flex_attention"
+    torch.testing.assert_close(target.hidden(tokens, positions), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_of_packed_rows_is_chosen(make_target, eager_blocks, monkeypatch):
+    """On a CPU a dense mask; on a GPU blocks, or a line that says why not."""
+    target = make_target("llama")
+    assert target.prepare_packing() == "" and target.config._attn_implementation == "sdpa"
+    monkeypatch.setattr("draftsmith.models.target._blocks_suit", lambda device: True)
+    assert target.prepare_packing("sdpa") == "" and target.config._attn_implementation == "sdpa"
+    assert target.prepare_packing() == "" and target.config._attn_implementation == "flex_attention"
+    target = make_target("llama")
+
+    def broken(**options):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", broken)
+    said = target.prepare_packing()
+    assert said.startswith("flex_attention does not run for this target here (") and "no kernel image" in said
+    assert target.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="flex_attention does not run .* set target.attention=sdpa"):
+        target.prepare_packing("flex_attention")
+
+
 def test_a_model_without_an_lm_head_is_refused(make_target, monkeypatch):
     target = make_target("llama")
     monkeypatch.setattr(target.model, "get_output_embeddings", lambda: None)

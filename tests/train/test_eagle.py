@@ -13,6 +13,7 @@ from training_runs import metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.kernels.soft_loss import ETA, Teacher
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.serving import to_servers
@@ -21,7 +22,7 @@ from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
-from draftsmith.train.losses import linear_soft_cross_entropy
+from draftsmith.train.losses import linear_soft_loss
 
 STEPS = 3
 
@@ -62,64 +63,112 @@ def make_rows(vocab_size, share=True):
     return Rows(Tokenized.of(samples), 16, share=share)
 
 
-@torch.no_grad()
+def loss_of(of_target, own, ids, kind):
+    """A position's loss in float64 and the probability that its draft is accepted; None: it does not train."""
+    p, log_q = of_target.softmax(-1), own.log_softmax(-1)
+    if ids is not None:
+        if int(of_target.argmax()) not in ids.tolist():
+            return None
+        p = p[ids]
+    inside = p / p.sum()
+    cross, acceptance = -(inside * log_q).sum(), torch.minimum(p, log_q.exp()).sum()
+    if kind == "ce":
+        return cross, acceptance
+    weight = torch.exp(-ETA * acceptance.detach())
+    return weight * (cross + (inside * inside.log()).sum()) + (1 - weight) * (1 - acceptance), acceptance
+
+
 def defined(module, rows):
-    """The loss sample by sample and position by position: sums over the labels of each step, and their numbers."""
+    """The loss sample by sample and position by position: sums over the labels of each step, their acceptance, and
+    their numbers."""
     target, made, ids = module.target, module.eagle, module.eagle.draft_vocab
-    losses, regression, numbers = [0.0] * module.steps, 0.0, [0] * module.steps
+    losses, regression, numbers = torch.zeros(module.steps, 2, dtype=torch.float64), 0.0, [0] * module.steps
     for number in range(len(rows)):
         batch = rows.batch([number])
         tokens, supervised = batch["tokens"].long(), batch["supervised"][0]
-        features = target.features(tokens, made.config.captured_layers)
-        logits = target.model(tokens).logits[0].double()
+        with torch.no_grad():
+            features = target.features(tokens, made.config.captured_layers)
+            logits = target.model(tokens).logits[0].double()
         steps = list(made.unroll(features, target.embeddings, tokens, module.steps))
         head = made.draft_head(target.lm_head)
         for i, t in itertools.product(range(module.steps), range(tokens.shape[1])):
             if t + i + 2 >= tokens.shape[1] or not supervised[t + i + 2]:
                 continue
             numbers[i] += 1
-            of_target, out = logits[t + i + 1], steps[i][0, t]
+            out = steps[i][0, t]
             if module.eagle.config.version == 1:
-                regression += float(F.smooth_l1_loss(out, features[0, t + 1, :32]))
+                regression += float(F.smooth_l1_loss(out.detach(), features[0, t + 1, :32]))
             own = head(out)
             own = (own if made.lm_head is not None else target.after_head(own)).double()
-            if ids is not None:
-                if int(of_target.argmax()) not in ids.tolist():
-                    continue
-                of_target = of_target[ids]
-            losses[i] -= float((of_target.softmax(-1) * own.log_softmax(-1)).sum())
-    return losses, regression, numbers
+            if (found := loss_of(logits[t + i + 1], own, ids, module.loss)) is not None:
+                losses = losses + torch.stack(found) * (torch.arange(module.steps) == i)[:, None]
+    return *losses.unbind(1), regression, numbers
 
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @pytest.mark.parametrize("size", [None, 40])
-@pytest.mark.parametrize("family", ["llama", "cohere"])
-def test_loss_is_its_definition(make_target, projection, size, family):
-    """With packed rows, and a draft vocabulary in which some of the target's choices are missing."""
-    target = make_target(family, num_hidden_layers=3)
-    module = make_module(target, None if size is None else torch.arange(0, 60, 3)[:size], projection=projection)
-    losses, _, numbers = defined(module, make_rows(61, share=False))
+@pytest.mark.parametrize("family, loss", [("llama", "ce"), ("cohere", "ce"), ("llama", "lk"), ("cohere", "lk")])
+def test_loss_is_its_definition(make_target, projection, size, family, loss):
+    """Values and gradients, with packed rows and a draft vocabulary in which some of the target's choices are missing;
+    of the LM head one gradient is kept, whatever the number of steps."""
+    target, kind = make_target(family, num_hidden_layers=3), loss
+    ids = None if size is None else torch.arange(0, 60, 3)[:size]
+    module = make_module(target, ids, projection=projection, loss=kind)
+    losses, acceptance, _, numbers = defined(module, make_rows(61, share=False))
     batch = make_rows(61).batch([0, 1])
     counts = module.count(batch)
     assert counts.tolist() == numbers and len(set(numbers)) == STEPS
-    loss, metrics = module(batch, counts, 0)
-    for i, (total, number) in enumerate(zip(losses, numbers, strict=True)):
-        assert float(metrics[f"step{i + 1}_loss"]) == pytest.approx(total / number, rel=1e-4)
-    wanted = sum(0.8**i * total / number for i, (total, number) in enumerate(zip(losses, numbers, strict=True)))
-    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        loss, metrics = module(batch, counts, 0)
+    assert kept.count((module.eagle.config.outputs, 32)) == (projection == "own")
+    means = {"loss": losses / torch.tensor(numbers), "acceptance": acceptance / torch.tensor(numbers)}
+    for (name, each), i in itertools.product(means.items(), range(STEPS)):
+        assert float(metrics[f"step{i + 1}_{name}"]) == pytest.approx(float(each[i].detach()), rel=1e-4)
+    assert 0.01 < float(metrics["step1_acceptance"]) < 1
+    wanted = (0.8 ** torch.arange(STEPS) * means["loss"]).sum()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+    trained = [*module.eagle.parameters()]
+    pairs = zip(torch.autograd.grad(3 * loss, trained), torch.autograd.grad(wanted, trained), strict=True)
+    for found, exact in pairs:
+        assert (found - 3 * exact).norm() < 1e-5 * (3 * exact).norm()
     if size:
-        inside = module.teach(target.hidden(batch["tokens"].long()).flatten(0, 1))[1]
-        assert 0 < int(inside.sum()) < len(inside)
+        best = module.teach(target.hidden(batch["tokens"].long()).flatten(0, 1)).best
+        assert 0 < int((best >= 0).sum()) < len(best)
+
+
+@pytest.mark.parametrize("kind", ["ce", "lk"])
+def test_recomputed_steps_have_the_same_gradients(make_target, kind):
+    """``precision.gradient_checkpointing`` keeps what grows with the steps' attention and MLP no longer."""
+    module, batch = make_module(make_target("llama", num_hidden_layers=3), loss=kind), make_rows(61).batch([0, 1])
+    counts, found = module.count(batch), {}
+    for module.eagle.recompute in (False, True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
+            loss, _ = module(batch, counts, 0)
+        found[module.eagle.recompute] = torch.autograd.grad(loss, [*module.eagle.parameters()]), sum(kept)
+    assert all(torch.equal(one, other) for one, other in zip(found[False][0], found[True][0], strict=True))
+    assert found[True][1] < 0.7 * found[False][1]
+
+
+def test_a_micro_batch_without_a_label(make_target):
+    """A process whose rows have none gives gradients of zero."""
+    module, batch = make_module(make_target("llama", num_hidden_layers=3)), make_rows(61).batch([0, 1])
+    batch["supervised"] = torch.zeros_like(batch["supervised"])
+    loss, metrics = module(batch, torch.tensor([5, 5, 5]), 0)
+    loss.backward()
+    assert float(loss.detach()) == 0 and not any(float(value) for value in metrics.values())
+    assert all(p.grad is not None and not p.grad.any() for p in module.eagle.parameters())
 
 
 def test_loss_of_eagle_1(make_target):
     target = make_target("llama")
     module = make_module(target, version=1, noise=0.0).train()
-    losses, regression, numbers = defined(module, make_rows(61, share=False))
+    losses, _, regression, numbers = defined(module, make_rows(61, share=False))
     batch = make_rows(61).batch([0, 1])
     loss, metrics = module(batch, module.count(batch), 0)
     assert float(metrics["regression_loss"]) == pytest.approx(regression / numbers[0], rel=1e-4)
-    assert float(loss.detach()) == pytest.approx((regression + 0.1 * losses[0]) / numbers[0], rel=1e-4)
+    assert float(loss.detach()) == pytest.approx((regression + 0.1 * float(losses[0].detach())) / numbers[0], rel=1e-4)
 
 
 def test_noise_is_a_function_of_the_step(make_target):
@@ -139,24 +188,38 @@ def test_noise_is_a_function_of_the_step(make_target):
     assert half * 0.98 < noise.max() <= half and -half <= noise.min() < -half * 0.98 and abs(noise.mean()) < half / 10
 
 
-def test_soft_cross_entropy_and_its_gradients():
+@pytest.mark.parametrize("after", [None, lambda logits: torch.tanh(logits / 2) * 2, lambda logits: logits * 0.7])
+@pytest.mark.parametrize("kind", ["ce", "lk"])
+def test_linear_soft_loss_and_its_gradients(kind, after):
+    """Against plain autograd, in chunks and at once; a cap and a scale behind the LM head."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(9, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True), torch.randn(11)
-    teacher, rows = torch.randn(4, 11).softmax(-1), torch.tensor([3, 0, 1, 1, 2, 3, 0, 0, 2])
-    logits = x @ weight.T + bias
-    teacher[2] = logits[4].detach().softmax(-1)
-    wanted = -(teacher[rows] * logits.log_softmax(-1)).sum()
+    probs, rows, scale = torch.randn(4, 11).softmax(-1), torch.tensor([3, 0, 1, 1, 2, 3, 0, 0, 2]), torch.rand(9)
+    made = x @ weight.T + bias
+    logits = made if after is None else after(made)
+    probs[2] = logits[4].detach().softmax(-1) * 0.999 + 0.001 / 11
+    covered = torch.tensor([0.9, 1.0, 0.7, 0.8])
+    entropy = -(probs * probs.log()).sum(-1) if kind == "lk" else None
+    losses = -(probs[rows] * logits.log_softmax(-1)).sum(-1)
+    accepted = torch.minimum(probs[rows] * covered[rows, None], logits.softmax(-1)).sum(-1)
+    if entropy is not None:
+        share = torch.exp(-ETA * accepted.detach())
+        losses = share * (losses - entropy[rows]) + (1 - share) * (1 - accepted)
+    wanted = (losses * scale).sum()
+    teacher = Teacher(probs, probs.argmax(-1), covered, entropy)
     for chunk in (None, 2):
-        found, hits = linear_soft_cross_entropy(x, weight, teacher, rows, bias, chunk)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
-        assert int(hits) == int((logits.argmax(-1) == teacher[rows].argmax(-1)).sum()) > 0
+        total, found = linear_soft_loss(x, weight, teacher, rows, scale, bias, after, chunk)
+        torch.testing.assert_close(total, wanted, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found[0], losses.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[2], accepted.detach(), rtol=1e-5, atol=0)
+        assert int(found[1].sum()) == int((logits.argmax(-1) == probs[rows].argmax(-1)).sum()) > 0
         pairs = zip(
-            torch.autograd.grad(2 * found, [x, weight]),
+            torch.autograd.grad(2 * total, [x, weight]),
             torch.autograd.grad(wanted, [x, weight], retain_graph=True),
             strict=True,
         )
         for one, other in pairs:
-            torch.testing.assert_close(one, 2 * other, rtol=0, atol=1e-5 * float(other.abs().max()))
+            torch.testing.assert_close(one, 2 * other, rtol=0, atol=1e-6 * float(other.abs().max()))
 
 
 # ---- the command
@@ -198,6 +261,14 @@ def test_the_run_folder(whole, version):
     assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
     assert "identical to plain decoding" in decode_a_little(folder)
+
+
+def test_a_loss_on_acceptance(train):
+    """``drafter.loss=lk``, with recomputed activations: acceptance is logged, and grows."""
+    options = ["drafter={version: 3, unroll: 3, loss: lk, draft_vocab_size: 60}", "evaluate.decode=null"]
+    folder = train("lk", *options, "precision.gradient_checkpointing=true", "evaluate.every=20")
+    accepted = metrics(folder, "step1_acceptance")
+    assert 0 < accepted[10] < accepted[20] < 1 and metrics(folder, "loss")[20] < metrics(folder, "loss")[10]
 
 
 def test_kept_features_train_as_fresh_ones(whole, train, monkeypatch):

@@ -195,6 +195,7 @@ REFUSALS = [
     ("eagle", "drafter.captured_layers=[1, 1]", "captured_layers: [1, 1] have to be different layers"),
     ("eagle", "drafter.captured_layers=[0, 2]", "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
     ("eagle", "data.train.0.answers.new_tokens=8", "must exceed the depth of simulated drafts + 1 = 8"),
+    ("eagle", "drafter={version: 1, loss: lk}", "loss=lk is for version 3; EAGLE-1 has a regression and ce"),
     ("eagle", "precision.compile=true", "precision.compile: the positions that draft"),
     ("ssm", "drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
     ("ssm", "drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),

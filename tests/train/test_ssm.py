@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.data.packing import Sample, Tokenized
 from draftsmith.inference import decode
 from draftsmith.inference.measure.tree_statistics import matched_answers, next_token_ranks
+from draftsmith.kernels.soft_loss import ETA
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target
 from draftsmith.train import boosting, ssm
@@ -114,7 +115,7 @@ def test_segments_are_marked_by_the_model_after_the_true_tokens(make_target):
     assert (left == wanted).all() and 0 < left.sum() < samples.supervised.sum()
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "lk"])
 @pytest.mark.parametrize("family, size", [("llama", None), ("llama", 20), ("phi", None), ("phi", 20)])
 def test_loss_is_its_definition(make_target, loss, family, size):
     """``phi``: its LM head has a bias."""
@@ -127,23 +128,30 @@ def test_loss_is_its_definition(make_target, loss, family, size):
     supervised[0, 4:9] = supervised[1, 2:12] = supervised[2, 7:8] = True
     batch = {"tokens": tokens, "supervised": supervised}
     counts = module.count(batch)
-    value, _ = module(batch, counts, 0)
+    value, found = module(batch, counts, 0)
     kept = torch.arange(target.vocab_size) if ids is None else ids
-    losses = []
+    losses, accepted = [], []
     for row in range(3):
         for t in range(1, 12):
             if not supervised[row, t] or tokens[row, t] not in kept:
                 continue
-            q, p = (
-                each.logits(each.hidden(tokens[row : row + 1, :t])[0, -1])[kept].log_softmax(-1)
-                for each in (model, target)
-            )
+            own, wanted = (each.logits(each.hidden(tokens[row : row + 1, :t])[0, -1]) for each in (model, target))
+            q, p = own[kept].log_softmax(-1), wanted[kept].log_softmax(-1)
             right = int((kept == tokens[row, t]).nonzero())
-            losses.append(-q[right] if loss == "ce" else (p.exp() * (p - q)).sum())
+            accepted.append(torch.minimum(wanted.softmax(-1)[kept], q.exp()).sum())
+            kl, weight = (p.exp() * (p - q)).sum(), torch.exp(-ETA * accepted[-1].detach())
+            values = {"ce": -q[right], "kl": kl, "lk": weight * kl + (1 - weight) * (1 - accepted[-1])}
+            losses.append(values[loss])
     assert int(counts) == len(losses)
-    assert float(value.detach()) == pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-4)
-    value.backward()
-    trained = {name for name, p in module.named_parameters() if p.grad is not None}
+    wanted = torch.stack(losses).mean()
+    assert float(value.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+    if loss != "ce":
+        assert float(found["acceptance"]) == pytest.approx(float(torch.stack(accepted).mean().detach()), rel=1e-4)
+    names, ours = zip(*((name, p) for name, p in module.named_parameters() if p.requires_grad), strict=True)
+    found, exact = (torch.autograd.grad(each, ours, allow_unused=True) for each in (value, wanted))
+    for one, other in zip(found, exact, strict=True):
+        assert one is other or (one - other).norm() <= 1e-4 * other.norm()
+    trained = {name for name, gradient in zip(names, found, strict=True) if gradient is not None}
     assert trained and not any("embed" in name or "lm_head" in name for name in trained)
     assert all("layers" in name or "norm" in name for name in trained)
 
@@ -280,9 +288,9 @@ def test_micro_batches_without_a_label(train, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*samples, *more]))
     data = f"train: [{{source: {tmp_path}/train.jsonl}}], validation: [{{source: {tmp_path}/held-out.jsonl}}]"
     stage = "{name: s, steps: 2, optim: {lr: 0.01}, batch: {sequences: 4, accumulate: 4}}"
-    options = [f"data={{{data}, max_length: 64, max_unsupervised: 0.5}}", f"stages=[{stage}]", "drafter.loss=kl"]
+    options = [f"data={{{data}, max_length: 64, max_unsupervised: 0.5}}", f"stages=[{stage}]", "drafter.loss=lk"]
     folder = train("unlabelled", *options, "drafter.draft_vocab_size=null", "boost.ensemble=seeds")
-    assert metrics(folder, "kl")[2] > 0
+    assert metrics(folder, "lk")[2] > 0 and 0 < metrics(folder, "acceptance")[2] < 1
 
 
 def test_it_decodes_exactly(whole, run_main, tmp_path):

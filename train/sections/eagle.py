@@ -31,6 +31,11 @@ class EagleSection(Section):
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
     bias: bool = Field(default=True, description="EAGLE-1: fc has a bias, as published; vLLM reads none")
+    loss: Literal["ce", "lk"] = Field(
+        default="ce",
+        description="ce: cross-entropy against the target's distribution; lk (EAGLE-3): λ · KL + (1 − λ) · total "
+        "variation, of which λ falls as drafts are accepted more often (arXiv 2602.23881)",
+    )
     unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
@@ -52,6 +57,8 @@ class EagleSection(Section):
             )
         if self.version == 1 and (self.norm_before_fc or self.fc_norm or self.norm_output):
             raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
+        if self.version == 1 and self.loss != "ce":
+            raise ValueError(f"loss={self.loss} is for version 3; EAGLE-1 has a regression and ce")
         if self.version == 3 and not self.bias:
             raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:
@@ -73,8 +80,6 @@ class EagleRecipe(DrafterRecipe):
 
     @model_validator(mode="after")
     def _possible(self) -> "EagleRecipe":
-        if self.precision.gradient_checkpointing:
-            raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.precision.compile:
             raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
         if self.export.merged:

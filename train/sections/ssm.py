@@ -24,10 +24,11 @@ class Ssms(Section):
         "and LM head, which stay as they are",
     )
     draft_vocab_size: DraftVocabSize = None
-    loss: Literal["ce", "kl"] = Field(
+    loss: Literal["ce", "kl", "lk"] = Field(
         default="ce",
         description="ce: the answers' tokens; kl: the target's distribution at each of them, which runs "
-        "the target in every step",
+        "the target in every step; lk: λ · kl + (1 − λ) · total variation, of which λ falls as drafts are accepted "
+        "more often (arXiv 2602.23881)",
     )
     expansion: list[Layers] = Field(
         default=[2, 1, 1, 1], min_length=1, description="children by depth, of the tree of evaluate.decode"
