@@ -103,8 +103,9 @@ class ServedTarget(Target):
             found[row, part] = made
         return found
 
-    def check_packing(self) -> None:
-        """Samples are asked for one by one."""
+    def prepare_packing(self, attention: str = "auto") -> str:
+        """Nothing to choose: samples are asked for one by one."""
+        return ""
 
     @torch.no_grad()
     def _check(self) -> None:
