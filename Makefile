@@ -257,6 +257,8 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	[ $$server = openvino ] || check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
+	[ $$server != vllm ] || $(PY) benchmarks/served_features.py models/smollm2 --prompts runs/serve/chats.jsonl \
+	    --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	done; \
 	card() { $(PY) benchmarks/cards.py "$$@" --target models/smollm2 || failed=1; }; \
 	card models/smollm2-medusa --to medusa; \

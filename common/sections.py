@@ -73,7 +73,17 @@ class RunSection(Section):
         return Path(self.output_dir) / self.name
 
 
+class Features(Section):
+    """A server that runs the target and writes its hidden states (vLLM, ``extract_hidden_states``)."""
+
+    url: str = Field(pattern=r"^https?://[^\s@?#]+$", description="without /completions: http://localhost:8000/v1")
+    concurrency: Threads = Field(default=16, description="requests at once, of each process that makes batches")
+    timeout: float = Field(default=600.0, ge=0.001, le=86400, description="seconds without a byte from the server")
+
+
 class TargetSection(Section):
+    tiny: ClassVar[dict[str, Any]] = {"features": None}
+
     name: Name = Field(description="a folder, a .gguf file or a folder that holds one, or a Hub id")
     revision: Name | None = None
     model_type: Name | None = Field(
@@ -92,6 +102,10 @@ class TargetSection(Section):
         "blocks on a GPU, but not with sdpa",
     )
     trust_remote_code: bool = False
+    features: Features | None = Field(
+        default=None,
+        description="a server runs the frozen target, and only its embeddings, final norm and LM head are loaded here",
+    )
 
 
 class Answers(Section):
@@ -510,6 +524,17 @@ class DrafterRecipe(TrainingRecipe):
             raise ValueError(
                 "drafter.draft_vocab_size: its tokens are counted over all training rows, and a streamed source has no "
                 "end; drop one"
+            )
+        asks = [source.source for source in [*self.data.train, *self.data.validation] if source.answers is not None]
+        needs = {
+            f"target.quantize={self.target.quantize}": self.target.quantize != "none",
+            f"evaluate.decode={self.evaluate.decode}": self.evaluate.decode is not None,
+            f"data source {asks[:1]}: answers": bool(asks),
+        }
+        if self.target.features and (needed := next((what for what, found in needs.items() if found), None)):
+            raise ValueError(
+                f"{needed} needs the target's layers here, and with target.features a server has them; leave it out "
+                "(train/distill.py lets a server answer)"
             )
         for place, stage in enumerate(self.stages):
             if streamed and stage.epochs is not None:

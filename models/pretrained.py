@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from draftsmith.common.files import json_object
 from draftsmith.models.files.locate import ModelFolder
@@ -105,7 +107,7 @@ def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Se
         raise ValueError(f"{file}: promises {expected:,} parameters, but the files hold {stored:,}")
 
 
-def _quantization_of(folder: Path) -> str | None:
+def quantization_of(folder: Path) -> str | None:
     """How a model's config says that its weights are quantised, None if it does not."""
     stored = config_of(folder).get("quantization_config")
     if not isinstance(stored, dict):
@@ -116,7 +118,7 @@ def _quantization_of(folder: Path) -> str | None:
 
 def check_quantization(folder: Path, quantize: str) -> None:
     """Check what the config says of stored quantised weights against the files and ``target.quantize``."""
-    method, file = _quantization_of(folder), folder / "config.json"
+    method, file = quantization_of(folder), folder / "config.json"
     if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):  # transformers would only warn
         raise ValueError(
             f"{file}: the quant_method of quantization_config is '{method}', which transformers {transformers_version} "
@@ -153,7 +155,7 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError) as error:
         if out_of_memory(error):
             raise
-        method = _quantization_of(folder)
+        method = quantization_of(folder)
         how = f"{method}-quantised weights" if method else "it"
         raise ValueError(f"{folder}: transformers cannot load {how} ({reason_of(error)})") from None
     model, problems = loaded
@@ -165,6 +167,16 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
         names = sorted(name if isinstance(name, str) else str(name[0]) for name in problems.get(kind) or ())
         if names:
             raise ValueError(f"{folder}: {describe_wrong(what, names)}")
+    return model
+
+
+def without_weights(folder: Path, config: PretrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
+    """A model by its config, its parameters on the meta device, with the generation config in its folder. Its buffers
+    are on the CPU; those that are stored hold nothing yet. ``options``: of :func:`from_pretrained`."""
+    with init_empty_weights(include_buffers=False), _quietly():
+        model = AutoModelForCausalLM.from_config(config, **options)
+        if (folder / GENERATION_CONFIG_NAME).exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.models.target import Target
@@ -41,7 +42,7 @@ def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
     """A model of some of the target's layers, in their order, with its embeddings, final norm and LM head: a copy in
     float32, on the target's device.
     Raises ValueError: the target has no such layer, or its weights cannot be copied, because they are quantised or
-    spread."""
+    offloaded. Under FSDP all processes call it together."""
     model: Any = type(target.model)(config_of_layers(target.model.config, layers))
     model = model.to(target.device, torch.float32)
     given = target.model.state_dict()
@@ -53,7 +54,7 @@ def model_of_layers(target: Target, layers: Sequence[int]) -> PreTrainedModel:
                 f"target '{target.name}': its layers cannot be copied ('{name}' is missing, quantised or elsewhere); "
                 "load it whole and unquantised, or name a small model as drafter.base"
             )
-        weight.copy_(source)
+        weight.copy_(source.full_tensor() if isinstance(source, DTensor) else source)  # FSDP's: gathered by all
     if target.model.generation_config is not None:
         model.generation_config = copy.deepcopy(target.model.generation_config)
     return model

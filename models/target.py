@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from draftsmith.models.pretrained import (
 )
 from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
 
+T = TypeVar("T")
 NO_CONTEXT = 1 << 30  # positions, of a model that does not say how many it is made for
 _SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -364,6 +366,19 @@ def attention_window(module: nn.Module, given: Mapping[str, Any]) -> int:
     return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
+class Loader(Protocol):
+    """Another way to load a target's weights, such as in parts, by several processes together."""
+
+    @property
+    def load(self) -> Callable[[Path, dict[str, Any]], PreTrainedModel]:
+        """From a folder, by options of ``from_pretrained``, to where the model runs."""
+        ...
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on all of them."""
+        ...
+
+
 def load_target(
     name: str | ModelFolder,
     *,
@@ -373,7 +388,7 @@ def load_target(
     quantize: str = "none",
     device_map: str = "none",
     trust_remote_code: bool = False,
-    place: Callable[[PreTrainedModel], None] | None = None,
+    loader: Loader | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Target:
     """Load a target and its tokenizer.
@@ -386,7 +401,7 @@ def load_target(
         device_map: ``none``: all of it on the device; ``cpu`` or ``disk``: its layers are kept there and fetched one by
             one in each forward pass; ``auto``: accelerate spreads it over GPUs, CPU memory and disk, in this order, as
             far as each has room.
-        place: puts the model on its devices, instead of ``device``, before it first runs (sharded training).
+        loader: loads the weights, not ``from_pretrained``, and puts them where they run, not on ``device``.
         say: called with a line about the chosen dtype and the reason, and with a second one if it is slow here.
 
     Raises:
@@ -416,7 +431,12 @@ def load_target(
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights < _SMALL or sys.stderr is None or not sys.stderr.isatty():
         logging.disable_progress_bar()  # it would only flash, or fill a file
-    identity = in_background(lambda: (fingerprint(folder), older_fingerprint(folder)))  # reads what is loaded meanwhile
+
+    def identify() -> tuple[str, str]:
+        return fingerprint(folder), older_fingerprint(folder)
+
+    # In the background: it reads what is loaded meanwhile.
+    identity = partial(loader.first, identify) if loader else in_background(identify)
     chosen = choose_dtype(dtype, device, lambda: stored_dtype(folder), quantized=quantize != "none", weights=weights)
     options: dict[str, Any] = {"dtype": getattr(torch, chosen.value), "trust_remote_code": trust_remote_code}
     if device_map != "none":
@@ -424,13 +444,13 @@ def load_target(
         options["device_map"] = layers_elsewhere(config, device_map, device, trust_remote_code) if apart else "auto"
         options["offload_folder"] = tempfile.mkdtemp(prefix="draftsmith-")  # for layers stored in another dtype
         atexit.register(shutil.rmtree, options["offload_folder"], ignore_errors=True)
-    if quantize == "none":
-        if device_map == "none" and not place and torch.device(device).type == "cuda":
+    if loader:
+        model = loader.load(folder, options)
+    elif quantize == "none":
+        if device_map == "none" and torch.device(device).type == "cuda":
             options["device_map"] = {"": device}  # straight to the GPU, not through the CPU's memory
         model = from_pretrained(folder, options)
-        if place:
-            place(model)
-        elif device_map == "none":
+        if device_map == "none":
             model.to(device)  # type: ignore[arg-type]
     else:
         bits = BitsAndBytesConfig(

@@ -143,7 +143,8 @@ class Plan:
         held = BYTES[t.dtype if t.quantize == "none" else t.quantize]
         costs |= {"packed": data.packing, "autocast": recipe.precision.autocast == "bfloat16"}
         costs |= {"target_bytes": 4 if t.dtype == "float32" else 2, "blocks": t.attention != "sdpa"}
-        return cls(stage, data.max_length, trained, shape.parameters, shape, held, **costs)
+        here = 2 * shape.hidden_size * shape.vocab_size if t.features else shape.parameters  # a server has the layers
+        return cls(stage, data.max_length, trained, here, shape, held, **costs)
 
     @property
     def name(self) -> str:

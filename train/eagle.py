@@ -183,7 +183,7 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
     costs: dict[str, Any] = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0}
-    heads, given = made.num_attention_heads, recipe.cache_hidden != "none"
+    heads, given = made.num_attention_heads, recipe.cache_hidden != "none" or recipe.target.features is not None
     costs |= {"passes": 0 if given else 1, "unrolled": d.unroll, "logits": d.unroll * made.outputs}
     recomputed = recipe.precision.gradient_checkpointing
     costs["kept"] = partial(memory.eagle, made, shape.config, steps=d.unroll, given=given, recomputed=recomputed)
@@ -209,8 +209,11 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
 
 def train(run: Run[EagleRecipe]) -> None:
     """From the target to the exported drafter."""
-    if sharded.spreads():
-        raise ValueError("an EAGLE drafter reads the target's embeddings: launch without ZeRO-3 and FSDP")
+    if sharded.strategy() == "zero3":
+        raise ValueError(
+            "ZeRO-3 spreads the target's embeddings, too, which an EAGLE drafter reads; FSDP leaves them whole: launch "
+            "with recipes/accelerate/fsdp.yaml"
+        )
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)

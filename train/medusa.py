@@ -183,7 +183,8 @@ def plans(recipe: MedusaRecipe) -> list[Plan]:
     rows = shape.hidden_size * config.outputs if d.projection == "shared" else 0
     costs: dict[str, Any] = {"projected": d.num_draft_heads * rows, "copied": rows if d.draft_vocab_size else 0}
     costs |= {"logits": d.num_draft_heads * config.outputs, "features": shape.hidden_size}
-    frozen = 1 if recipe.cache_hidden == "none" else 0  # passes that kept hidden states spare
+    given = recipe.cache_hidden != "none" or recipe.target.features is not None
+    frozen = 0 if given else 1  # passes through the target
     heads = partial(memory.medusa, config, shape.config)
     costs["kept"] = partial(heads, given=not frozen)
     found = [Plan.of(recipe, stage, shape, own, passes=frozen, **costs) for stage in recipe.stages]

@@ -38,6 +38,7 @@ from draftsmith.train.features import hidden_states
 from draftsmith.train.launch import console
 from draftsmith.train.page import TrainingPage
 from draftsmith.train.samples import Batch, Batches, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
+from draftsmith.train.served import ServedTarget, WithServed, load_served
 from draftsmith.train.track import Trackers
 
 DECODED_TOKENS = 64  # of each prompt of evaluate.decode
@@ -188,16 +189,19 @@ class Run(Generic[R]):
             self.start = check_init_from(recipe, self.kind)
         t = recipe.target
         self._tokenize(load_tokenizer(t.name, t.revision, t.trust_remote_code))
-        with sharded.placing(self.accelerator, t.dtype) as place:
-            target = load_target(
-                t.name,
-                revision=t.revision,
-                dtype=t.dtype,
-                device=str(self.accelerator.device),
-                quantize=t.quantize,
-                trust_remote_code=t.trust_remote_code,
-                place=place,
-            )
+        if t.features:
+            target: Target = load_served(t, str(self.accelerator.device))
+        else:
+            with sharded.placing(self.accelerator, t.dtype) as loader:
+                target = load_target(
+                    t.name,
+                    revision=t.revision,
+                    dtype=t.dtype,
+                    device=str(self.accelerator.device),
+                    quantize=t.quantize,
+                    trust_remote_code=t.trust_remote_code,
+                    loader=loader,
+                )
         self.save_recipe()
         self.fingerprint, self.tokenizer = target.fingerprint, target.tokenizer
         self.older_fingerprint = target.older_fingerprint
@@ -284,9 +288,11 @@ class Run(Generic[R]):
 
     def with_hidden(self, target: Target, rows: Sequence[Batches], captures: Sequence[int] = ()) -> list[Batches]:
         """The rows with the target's last hidden states beside them, and with the inputs of the captured layers, where
-        the recipe's ``cache_hidden`` says so."""
+        the recipe's ``cache_hidden`` says so, or a server makes them."""
         recipe = self.recipe
         assert isinstance(recipe, DrafterRecipe)
+        if recipe.cache_hidden == "none" and isinstance(target, ServedTarget):
+            return [WithServed(part, target, captures) if isinstance(part, Rows) else part for part in rows]
         if recipe.cache_hidden == "none":
             return list(rows)
         dtype = torch.bfloat16 if recipe.precision.autocast == "bfloat16" else target.dtype

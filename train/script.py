@@ -108,6 +108,11 @@ def _check_strategy(recipe: R) -> None:  # type: ignore[misc]
             "this command trains every weight, and ZeRO-3 and FSDP spread frozen ones; launch it with --multi_gpu, or "
             "with recipes/accelerate/zero2.yaml and optim.name=adamw"
         )
+    if recipe.target.features:
+        raise ValueError(
+            "target.features: a server has the target's layers, so that there is nothing to spread; launch with "
+            "--multi_gpu"
+        )
     if recipe.target.quantize != "none" or recipe.precision.compile:
         raise ValueError(
             "a target that is spread over processes is not quantised or compiled: target.quantize=none, "

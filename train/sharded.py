@@ -11,21 +11,27 @@ continues from the weights and begins the optimizer anew.
 """
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from draftsmith.models.pretrained import from_pretrained, quantization_of, without_weights
+
+T = TypeVar("T")
 _LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 _engines: list[Any] = []  # DeepSpeed's: at their end they would take their hooks off the target
 
@@ -87,17 +93,30 @@ def hidden_from_accelerate() -> Iterator[None]:
 # ---- ZeRO-3 and FSDP: a frozen target in parts
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How several processes load a target in parts, each its own; a :class:`draftsmith.models.target.Loader`."""
+
+    load: Callable[[Path, dict[str, Any]], PreTrainedModel]
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on all of them."""
+        made = [make() if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(made, 0)
+        return cast(T, made[0])
+
+
 @contextmanager
-def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrainedModel], None] | None]:
-    """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``place``
+def placing(accelerator: Accelerator, dtype: str) -> Iterator[Spread | None]:
+    """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``loader``
     (None: nothing is spread).
 
     Args:
         dtype: of the target's weights, ``float32``, ``bfloat16`` or ``float16``.
     """
     launched = strategy()
-    if launched == "fsdp":
-        yield lambda model: _fully_shard(model, accelerator.device)
+    if launched == "fsdp" and accelerator.num_processes > 1:
+        yield Spread(partial(_fully_shard, device=accelerator.device))
     elif launched == "zero3":
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -109,36 +128,66 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Callable[[PreTrain
             "fp16": {"enabled": dtype == "float16"},
         }
         alive = HfDeepSpeedConfig(config)  # while it lives, transformers loads each weight in parts
-        yield lambda model: _zero_3(model, config)
+        yield Spread(lambda folder, options: _zero_3(from_pretrained(folder, options), config))
         del alive
     else:
         yield None
 
 
-def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
-    """The decoder layers in parts; embeddings, the last norm and the LM head whole on every process."""
-    from torch.distributed import get_world_size
-    from torch.distributed.device_mesh import init_device_mesh
+def _fully_shard(folder: Path, options: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    """The decoder layers in parts; embeddings, the last norm and the LM head whole on every process.
+
+    Only the first process reads the weights; the others get theirs from it, one tensor at a time."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (get_world_size(),))
+    if quantization_of(folder):
+        raise ValueError(
+            f"{folder}: its weights are stored quantised, and FSDP spreads none such; name the model that was "
+            "quantised, or let a server run it (target.features)"
+        )
+    first = torch.distributed.get_rank() == 0
+    with hidden_from_accelerate():  # else transformers might leave weights out
+        stored = from_pretrained(folder, options).state_dict() if first else {}
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options["trust_remote_code"])
+        model = without_weights(folder, config, options)
     model.eval().requires_grad_(False)
     decoder: nn.Module = model.get_decoder()
     layers = [module for module in decoder.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if not layers:
         raise ValueError(f"FSDP: transformers does not say what the layers of a {type(model).__name__} are; use ZeRO-3")
+    other = [name for name, weight in model.state_dict().items() if first and stored[name].dtype != weight.dtype]
+    if other:
+        raise ValueError(
+            f"FSDP: a {type(model).__name__} keeps some weights in another dtype than the rest ({other[0]}); set "
+            "target.dtype=float32, or use ZeRO-3"
+        )
+    mesh = _mesh(device, sum(parameter.nbytes for layer in layers for parameter in layer.parameters()))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    inside = {module for layer in layers for module in layer.modules()}
-    for module in model.modules():
-        if module not in inside:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)
     parts = {parameter for layer in layers for parameter in layer.parameters()}
     # The decoder as their root lets one layer's gathering overlap the work of the one before.
     fully_shard(decoder, mesh=mesh, ignored_params={p for p in decoder.parameters() if p not in parts})
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    set_model_state_dict(model, stored, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    model.tie_weights()  # embeddings and LM head were made apart
+    return model
 
 
-def _zero_3(model: PreTrainedModel, config: dict[str, Any]) -> None:
+def _mesh(device: torch.device, weights: int) -> DeviceMesh:
+    """The processes that share a layer, which weigh ``weights`` bytes in all: those of one node, so that gathering a
+    layer stays inside it, and each node has all layers; all processes where a node's share would take more than half
+    of a GPU, or where nodes have one process or different numbers of them."""
+    processes, local = torch.distributed.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sizes = [0] * processes
+    torch.distributed.all_gather_object(sizes, local)
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    if set(sizes) != {local} or local in (1, processes) or weights / local > room / 2:
+        return init_device_mesh(device.type, (processes,))
+    return init_device_mesh(device.type, (processes // local, local), mesh_dim_names=("node", "process"))
+
+
+def _zero_3(model: PreTrainedModel, config: dict[str, Any]) -> PreTrainedModel:
     """The decoder in parts; the LM head whole on every process, because heads are made from it and run through it."""
     import deepspeed
 
@@ -149,6 +198,7 @@ def _zero_3(model: PreTrainedModel, config: dict[str, Any]) -> None:
             setattr(lm_head, name, nn.Parameter(parameter.detach().clone(), requires_grad=False))
     engine, *_ = deepspeed.initialize(model=model.get_decoder(), config=config)
     _engines.append(engine)
+    return model
 
 
 def size(parameter: nn.Parameter) -> int:

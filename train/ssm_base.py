@@ -17,11 +17,15 @@ from draftsmith.train.sections.ssm import SsmRecipe, Ssms
 
 def make_base(d: Ssms, target: Target) -> PreTrainedModel:
     """The model of which each SSM begins as a copy, in float32."""
-    if sharded.spreads():
-        raise ValueError("SSMs are small and train on whole weights: launch without ZeRO-3 and FSDP")
+    if sharded.strategy() == "zero3":
+        raise ValueError(
+            "under ZeRO-3 an SSM would be spread, too, which trains on whole weights; launch with "
+            "recipes/accelerate/fsdp.yaml"
+        )
     if d.layers:
         return model_of_layers(target, d.layers)
-    base = load_target(str(d.base), dtype="float32", device=str(target.device))
+    with sharded.hidden_from_accelerate():  # under FSDP it is loaded whole
+        base = load_target(str(d.base), dtype="float32", device=str(target.device))
     check_vocabulary(base, target)
     if base.vocab_size != target.vocab_size:
         raise ValueError(f"drafter.base={d.base}: its LM head has {base.vocab_size} rows, not {target.vocab_size}")

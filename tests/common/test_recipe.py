@@ -33,7 +33,7 @@ SHIPPED = {
             "EagleRecipe",
             "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen2.5-coder-0.5b-eagle3 "
             "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3 llama3.1-8b-eagle3 qwen3-30b-a3b-eagle3 "
-            "qwen3-8b-non-thinking-eagle3 qwen3-8b-thinking-eagle3",
+            "qwen3-8b-non-thinking-eagle3 qwen3-8b-thinking-eagle3 llama3.3-70b-eagle3",
         ),
         (
             "train/dynaspec.py",

@@ -125,6 +125,8 @@ class DistillRecipe(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> "DistillRecipe":
+        if self.target and self.target.features:
+            raise ValueError("target.features is for training; backend endpoint lets a server answer")
         needed = "target" if self.backend == "engine" else "endpoint"
         if getattr(self, needed) is None:
             raise ValueError(f"backend {self.backend} needs the section '{needed}'; add it")

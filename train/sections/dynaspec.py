@@ -52,6 +52,8 @@ class DynaspecRecipe(DrafterRecipe):
     @model_validator(mode="after")
     def _possible(self) -> "DynaspecRecipe":
         base = self.drafter.base
+        if self.target.features:
+            raise ValueError("target.features: shortlists are measured beside the target itself; leave it out")
         if base and Path(base).resolve().is_relative_to(self.run.folder.resolve()):
             raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
         if self.drafter.corpus and self.drafter.shortlist == "vocab_trim":

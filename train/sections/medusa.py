@@ -90,6 +90,8 @@ class MedusaRecipe(DrafterRecipe):
     @model_validator(mode="after")
     def _possible(self) -> "MedusaRecipe":
         joint, heads = self.stages[-1].joint, self.drafter.num_draft_heads
+        if joint and self.target.features:
+            raise ValueError("target.features: the target of a joint stage trains, and a server's does not; drop one")
         if joint:
             joint.check(self, self.stages[-1].optim, self.drafter.projection == "shared")
         if any(stage.joint for stage in self.stages[:-1]):

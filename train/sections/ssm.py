@@ -69,6 +69,8 @@ class SsmRecipe(DrafterRecipe):
     def _possible(self) -> "SsmRecipe":
         if (self.drafter.base is None) == (self.drafter.layers is None):
             raise ValueError("drafter: name either 'base', a small causal LM, or 'layers' of the target")
+        if self.target.features:
+            raise ValueError("target.features: SSMs train on the target's answers; let the server write them instead")
         if self.init_from:
             raise ValueError("init_from: SSMs begin from drafter.base or drafter.layers; leave it out")
         if any(source.streaming for source in self.data.train):
