@@ -9,8 +9,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.common.command import make_console
+from draftsmith.common.data_sections import Source
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.sections import Source
 from draftsmith.data.chat_template import apply_template
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import Skipped, rows, usable

@@ -74,7 +74,7 @@ def with_arguments(template: str, arguments: Mapping[str, bool | int | float | s
     """A template in which arguments have these values, as ``apply_chat_template(…, enable_thinking=False)`` would give
     them: one text, the same wherever chats are rendered.
 
-    ``arguments``: by names that :data:`~draftsmith.common.sections.TemplateArguments` lets through."""
+    ``arguments``: by names that :data:`~draftsmith.common.field_types.TemplateArguments` lets through."""
     values = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items())
     return f"{values}{{{{ '' }}}}{template}"  # a line break behind a block would be dropped, behind an expression not
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from draftsmith.common.command import first_line
+from draftsmith.common.data_sections import SLICE, Source
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.common.sections import SLICE, Source
 from draftsmith.data import sources
 
 T = TypeVar("T")

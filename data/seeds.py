@@ -16,7 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 from draftsmith.common.command import make_console
-from draftsmith.common.sections import Source
+from draftsmith.common.data_sections import Source
 from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, TokenIds, Turns, read_prompt, unused_fields
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 

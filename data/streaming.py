@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.common.files import json_object, write_text
-from draftsmith.common.sections import Data, Source
 from draftsmith.data.packing import Rows
 from draftsmith.data.rows import Skipped, rows
 from draftsmith.data.tokenized import check, encoded, template_for, tokenizer_facts

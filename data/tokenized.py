@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from draftsmith.common.command import available_cores
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.common.files import cache_folder, locked, read_text, replacing
 from draftsmith.common.processes import in_order
-from draftsmith.common.sections import Data, Source
 from draftsmith.data.chat import encode
 from draftsmith.data.chat_template import check_template, rendered_today, template_of, with_arguments
 from draftsmith.data.formats import FLAGS, REASONING, TokenIds, read_sample, read_token_ids, read_tools, unused_fields

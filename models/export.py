@@ -100,7 +100,7 @@ def check(args: argparse.Namespace) -> None:
     if args.private and args.push_to_hub is None:
         raise ValueError("--private is for --push-to-hub; leave it out")
     if args.push_to_hub is not None:
-        from draftsmith.common.sections import check_repository  # pydantic
+        from draftsmith.common.field_types import check_repository  # pydantic
 
         try:
             check_repository(args.push_to_hub)

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from draftsmith.common.command import CommandLine, first_line, run_command
+from draftsmith.common.data_sections import LOCAL_FILES, Source
 from draftsmith.common.files import check_file, replacing, write_text
-from draftsmith.common.sections import LOCAL_FILES, Source
 from draftsmith.data import evaluation
 from draftsmith.data.evaluation import EvaluationPrompt
 from draftsmith.data.formats import Completion, Message, Turns, read_prompt, read_sample

@@ -22,15 +22,15 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 36_000,
-    "lines of Python in tests": 42_800,
-    "lines of Python in benchmarks": 11_400,
+    "lines of Python in the product": 38_100,
+    "lines of Python in tests": 45_000,
+    "lines of Python in benchmarks": 11_900,
     "files that inference/engine/engine.py needs": 47,
-    "lines of these files": 11_600,
+    "lines of these files": 11_700,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
-    "files from decode.py to the first committed token": 55,
-    "files from train/medusa.py to the first optimiser step": 67,
+    "files from decode.py to the first committed token": 54,
+    "files from train/medusa.py to the first optimiser step": 69,
 }
 # A command, and the function at whose first call its walk ends: file and name.
 WALKS = (

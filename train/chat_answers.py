@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from draftsmith.common.command import counted
-from draftsmith.common.sections import Source
+from draftsmith.common.data_sections import Source
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 from draftsmith.data.seeds import Conversation, Seed, read_seed

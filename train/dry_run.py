@@ -19,8 +19,9 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.command import first_line, make_console
+from draftsmith.common.data_sections import Source
 from draftsmith.common.files import json_object
-from draftsmith.common.sections import DrafterRecipe, R, Source, Stage, TargetSection, TrainingRecipe
+from draftsmith.common.sections import DrafterRecipe, R, Stage, TargetSection, TrainingRecipe
 from draftsmith.data import sources
 from draftsmith.data.formats import read_sample
 from draftsmith.data.rows import Skipped, rows, usable

@@ -100,7 +100,10 @@ def loading(
     def take() -> list[Batch]:
         step: list[Batch] = []
         for _ in range(batches.accumulate):
-            batch = next(loaded)
+            try:
+                batch = next(loaded)
+            except (EOFError, ConnectionError) as error:  # the worker was handing a batch over
+                raise _died(type(error).__name__) from None
             if isinstance(batch, Exception):
                 raise batch
             step.append(batch)
@@ -111,10 +114,7 @@ def loading(
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise ValueError(
-            f"a process that makes batches has ended ({str(error).split('. ')[0]}); give it more memory (a container's "
-            f"{SHARED} too), or set data.workers=0"
-        ) from None
+        raise _died(str(error).split(". ")[0]) from None
     finally:
         if workers:
             loaded._shutdown_workers()  # an exception's frames would keep it, and with it the workers
@@ -136,6 +136,13 @@ def _workers(batches: MicroBatches, numbers: range, ahead: int, device: torch.de
         )
         return 0
     return workers
+
+
+def _died(how: str) -> ValueError:
+    return ValueError(
+        f"a process that makes batches has ended ({how}); give it more memory (a container's {SHARED} too), or set "
+        "data.workers=0"
+    )
 
 
 def _as_it_is(batch: Any) -> Any:

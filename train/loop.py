@@ -172,7 +172,6 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
         run.page.begin(stage, start, best_on)
     per_step, processes = stage.batch.sequences, accelerator.num_processes
     micro = micro_batch(stage, processes)
-    accumulate = per_step // processes // micro
     original: Any = module
     module = _InPrecision(module, accelerator.device.type, recipe.precision.autocast == "bfloat16")
     module, optimizer = sharded.prepare(accelerator, module, optimizer, micro, stage.optim.clip)
@@ -190,7 +189,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     original.train()
     since = time.monotonic()
     bar = ProgressBar(stage.name, stage.num_steps, console, start=start, disable=not run.main)
-    made = MicroBatches(samples, per_step, micro, accumulate, accelerator.process_index)
+    made = MicroBatches(samples, per_step, micro, per_step // processes // micro, accelerator.process_index)
     ahead = loading(made, start, stage.num_steps, recipe.data.workers, accelerator.device)
     with bar, interruptible() as stop_requested, ahead as next_batches:
         for step in range(start, stage.num_steps if spent < 1 else start):

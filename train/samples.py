@@ -15,9 +15,10 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from draftsmith.common.command import counted
+from draftsmith.common.data_sections import Source
 from draftsmith.common.files import locked, read_json, write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.common.sections import DrafterRecipe, Source
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.data import sources
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.data.prompts import prompts

@@ -182,6 +182,8 @@ class ServedTarget(Target):
                         raise self._wrong(f"{path} is not written after {self._asked.timeout:g} seconds")
                     time.sleep(0.001)
                 stored = load(path.read_bytes())
+            if not {"token_ids", "hidden_states"} <= stored.keys():  # a file of somebody else, not to be deleted
+                raise self._wrong(f"{path} is no file of hidden states")
             for done in (path, lock):
                 done.unlink(missing_ok=True)
             return stored

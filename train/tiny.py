@@ -8,8 +8,9 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftsmith.common.data_sections import Source
 from draftsmith.common.recipe import S, Section
-from draftsmith.common.sections import R, Source, TargetSection
+from draftsmith.common.sections import R, TargetSection
 from draftsmith.models.artifact import provenance, write_model
 from draftsmith.models.files.locate import ModelFolder, local_folder
 from draftsmith.models.precision import say

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.common.sections import Data
+from draftsmith.common.data_sections import Data
 from draftsmith.data.chat import encode as encode_row
 from draftsmith.data.chat_template import apply_template, check_template, with_arguments
 from draftsmith.data.formats import Completion, read_sample

@@ -11,7 +11,7 @@ from server import Hub
 READ = """
 import json, sys
 from draftsmith.data.rows import rows
-from draftsmith.common.sections import Source
+from draftsmith.common.data_sections import (Source)
 for fields in json.loads(sys.argv[1]):
     try:
         print(json.dumps([row for _, row in rows(Source(**fields))[0]]))

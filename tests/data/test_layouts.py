@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import preview
 from draftsmith.data.chat import encode, encode_prompt
 from draftsmith.data.formats import Completion

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
-from draftsmith.common.sections import Source
+from draftsmith.common.data_sections import Source
 from draftsmith.data import evaluation
 from draftsmith.tools import overlap as command
 from draftsmith.tools.overlap import ANSWERS_EVERY, Overlap, Passages, passages

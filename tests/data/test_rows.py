@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from draftsmith.common.sections import Source
+from draftsmith.common.data_sections import Source
 from draftsmith.data.rows import MOST_REASONS, Skipped, UnusableRow, rows, usable
 
 DEEP = "[" * 100_000

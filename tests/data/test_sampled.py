@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import sampled
 from draftsmith.data.tokenized import tokenized
 

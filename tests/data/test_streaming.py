@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import streaming
 from draftsmith.data.packing import Rows
 from draftsmith.data.streaming import StreamedRows

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import tokenized as module
 from draftsmith.data.rows import Skipped
 from draftsmith.data.tokenized import read_template, tokenized

@@ -10,8 +10,9 @@ Shape letters: B rows or batch, S sequences, T tokens, K depths, R followers kep
 from functools import partial
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
+from draftsmith.common.field_types import Positive
 from draftsmith.common.recipe import Section, read_recipe
-from draftsmith.common.sections import DrafterRecipe, Positive
+from draftsmith.common.sections import DrafterRecipe
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.measure.calibrations import Calibration

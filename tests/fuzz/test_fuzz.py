@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.common.recipe import read_recipe, write_recipe
-from draftsmith.common.sections import Data, Source
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference import decode
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts

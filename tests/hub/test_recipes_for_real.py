@@ -518,7 +518,7 @@ def test_own_answers(world, stem):
     target = OWN_ANSWERS[stem]
     drafters = [name for name in (f"{stem}-eagle3", f"{stem}-medusa") if name in RECIPES]
     commands = {" ".join(held_out_command(name)) for name in drafters}
-    assert len(commands) == 1 and len(drafters) == 1 + (stem != "llama3.3-70b")
+    assert len(commands) == 1 and len(drafters) == 2
     distilled = first_line(f"{stem}-distill")[1:]
     succeed(world.python(*distilled, *ANSWERS, *THREE_SETS, "data.seeds.0.split=train_sft[:6]"))
     succeed(world.python(*held_out_command(drafters[0]), *ANSWERS, *THREE_SETS, "data.seeds.0.split=test_sft[:6]"))

@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -19,6 +20,7 @@ from draftsmith.models.files import copies
 from draftsmith.models.files.copies import with_safetensors
 from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.files.locate import locate
+from draftsmith.models.pretrained import from_pretrained
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
 
@@ -372,7 +374,10 @@ def test_refused(folder, cause, monkeypatch):
     assert not (folder / "loaded_unsafely").exists()
 
 
-@pytest.mark.parametrize("options", [{"device_map": "disk"}, {"quantize": "8bit"}, {"place": lambda model: None}])
+LOADER = SimpleNamespace(load=from_pretrained, first=lambda make: make())
+
+
+@pytest.mark.parametrize("options", [{"device_map": "disk"}, {"quantize": "8bit"}, {"loader": LOADER}])
 def test_missing_weights_are_refused_however_they_are_loaded(folder, options):
     weights(without_mlp)(folder)
     with pytest.raises(ValueError, match=r"missing weights \(6\): model.layers.0.mlp.down_proj.weight, .* and 3 more;"):

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from training_runs import Runs, write_recipe
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data.chat import encode_prompt
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.target import load_target

@@ -18,7 +18,7 @@ from draws import fixed_seed, occurs
 from training_runs import Killed, Runs, write_recipe
 from transformers import AutoModelForCausalLM
 
-from draftsmith.common.sections import Data, Source
+from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
 from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.rows import UnusableRow

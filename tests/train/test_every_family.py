@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from training_runs import FORKED, Runs, become, before_call, both, make_batch, metrics, write_recipe
 
+from draftsmith.common.recipe import read_recipe
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
@@ -85,8 +85,8 @@ def modules_of(name, target):
         begins = ("model.model.layers.", "model.model.norm.")
     else:
         made = Eagle.for_target(target, 3, "own", fc_norm=True)
-        drafter = SimpleNamespace(unroll=3, noise=0.0)
-        module = eagle.EagleTraining(target, made, SimpleNamespace(run=SimpleNamespace(seed=0), drafter=drafter))
+        recipe = read_recipe("recipes/tiny-eagle3.yaml", eagle.EagleRecipe, ["drafter.unroll=3"])
+        module = eagle.EagleTraining(target, made, recipe)
         begins = ("eagle.",)
     with torch.no_grad():
         for parameter in module.parameters():

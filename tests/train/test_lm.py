@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from training_runs import Runs, metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.common.data_sections import Source
 from draftsmith.common.recipe import read_recipe
-from draftsmith.common.sections import Source
 from draftsmith.data import bpe
 from draftsmith.data.rows import Skipped
 from draftsmith.models.files.locate import locate

@@ -111,7 +111,7 @@ def test_a_worker_that_dies_is_one_line(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         return samples(numbers)
 
-    said = r"a process that makes batches has ended \(DataLoader worker .*\); give it more memory .*data.workers=0"
+    said = r"a process that makes batches has ended \((DataLoader worker .*|[A-Z]\w+)\); give it more .*data.workers=0"
     with pytest.raises(ValueError, match=said):
         fit(with_workers(job(tmp_path), 2), Toy(), stage(steps=2000), killed)
 

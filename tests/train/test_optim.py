@@ -1,10 +1,10 @@
 import copy
-import types
 
 import pytest
 import torch
 from torch import nn
 
+from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Optim
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -16,6 +16,7 @@ from draftsmith.train.eagle import EagleTraining
 from draftsmith.train.lm import LanguageModel, Lookahead
 from draftsmith.train.medusa import Medusa1
 from draftsmith.train.optim import MuonAdamW, make_optimizer
+from draftsmith.train.sections.eagle import EagleRecipe
 from draftsmith.train.ssm import Ssm
 
 
@@ -68,9 +69,7 @@ def training_module(family, target):
     if family == "medusa":
         return Medusa1(target, MedusaHeads.for_target(target, 3, 2, "own"))
     if family == "eagle":
-        recipe = types.SimpleNamespace(
-            run=types.SimpleNamespace(seed=0), drafter=types.SimpleNamespace(unroll=2, noise=0)
-        )
+        recipe = read_recipe("recipes/tiny-eagle3.yaml", EagleRecipe, ["drafter.unroll=2"])
         return EagleTraining(target, Eagle.for_target(target, 3, "own"), recipe)
     if family == "ssm":
         return Ssm(Target(model_of_layers(target, [0]), None, "ssm", ""), target, None, "kl", frozen=False)

@@ -41,6 +41,8 @@ def recipe(tiny_lm, tmp_path_factory):
 class TheSame:
     """Samples that are the same batch at each step."""
 
+    sequential = False
+
     def __init__(self, vocab_size):
         self.batch = make_batch(vocab_size)
 

@@ -162,6 +162,9 @@ def test_what_a_server_does_wrong_is_one_line(serve, tiny_lm, tmp_path):
     ):
         server.spoil = spoiled
         assert words in refused()
+    save_file({"weight": torch.ones(2)}, tmp_path / "own.safetensors")
+    server.spoil = {"path": tmp_path / "own.safetensors"}
+    assert "is no file of hidden states" in refused() and (tmp_path / "own.safetensors").exists()
     server.spoil = {}
     held = (tmp_path / "held.lock").open("w")
     fcntl.flock(held, fcntl.LOCK_EX)

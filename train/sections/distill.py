@@ -5,19 +5,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from draftsmith.common.data_sections import Source
+from draftsmith.common.field_types import Name, Positive, Sequences, Share, TemplateArguments, Threads, Tokens
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import (
-    Name,
-    Positive,
-    RunSection,
-    Sequences,
-    Share,
-    Source,
-    TargetSection,
-    TemplateArguments,
-    Threads,
-    Tokens,
-)
+from draftsmith.common.sections import RunSection, TargetSection
 
 
 class Seeds(Section):

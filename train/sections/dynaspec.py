@@ -5,8 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.common.data_sections import Source
+from draftsmith.common.field_types import TINY_EVALUATE, Name, Positive, Share
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import TINY_EVALUATE, DrafterRecipe, Name, Positive, Share, Source, refuse_set
+from draftsmith.common.sections import DrafterRecipe, refuse_set
 from draftsmith.models.options import ShortlistKind, ShortlistSchedule
 
 

@@ -4,8 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.common.field_types import DraftVocabSize, Layers
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers
+from draftsmith.common.sections import DrafterRecipe
 
 DEPTH = 7  # of the tree whose τ chooses the best checkpoint
 

@@ -4,20 +4,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from draftsmith.common.data_sections import Source
+from draftsmith.common.field_types import TINY_EVALUATE, TINY_LENGTH, Factor, Layers, Name, Share, Tokens
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import (
-    TINY_EVALUATE,
-    TINY_LENGTH,
-    Factor,
-    Layers,
-    Name,
-    Share,
-    Source,
-    Stage,
-    Tokens,
-    TrainingRecipe,
-    refuse_set,
-)
+from draftsmith.common.sections import Stage, TrainingRecipe, refuse_set
 
 UNREAD = (
     *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised"),

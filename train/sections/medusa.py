@@ -5,8 +5,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.common.field_types import DraftVocabSize, Factor, Layers, Name, Positive
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Factor, Layers, Name, Optim, Positive, Stage
+from draftsmith.common.sections import DrafterRecipe, Optim, Stage
 
 
 class Heads(Section):

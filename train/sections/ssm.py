@@ -4,8 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from draftsmith.common.field_types import DraftVocabSize, Layers, Name, Positive, Share
 from draftsmith.common.recipe import Section
-from draftsmith.common.sections import DrafterRecipe, DraftVocabSize, Layers, Name, Positive, Share
+from draftsmith.common.sections import DrafterRecipe
 
 DEPTH = 8  # of each SSM's tree; the τ of the trees, merged, chooses the best weights
 
