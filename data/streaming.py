@@ -59,10 +59,8 @@ class StreamedRows:
         }
         self.ends: list[int] = []  # number of rows up to the end of each window, over all epochs
         self.per_epoch: int | None = None  # number of windows; known once the source has ended
-        kept = self._read_note()
-        if kept.get("asked") == self.request:
-            pass
-        elif today and isinstance(kept.get("asked"), dict) and {**kept["asked"], "today": today} == self.request:
+        asked = self._read_note().get("asked")
+        if today and asked != self.request and isinstance(asked, dict) and {**asked, "today": today} == self.request:
             raise ValueError(
                 f"data source '{source.source}': its chats were streamed with another date, which the chat template "
                 "prints; pin that date by data.template_arguments, or begin a new run"
