@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -173,6 +172,8 @@ def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
 def without_weights(folder: Path, config: PretrainedConfig, options: Mapping[str, Any]) -> PreTrainedModel:
     """A model by its config, its parameters on the meta device, with the generation config in its folder. Its buffers
     are on the CPU; those that are stored hold nothing yet. ``options``: of :func:`from_pretrained`."""
+    from accelerate import init_empty_weights  # only where a target is loaded in parts
+
     with init_empty_weights(include_buffers=False), _quietly():
         model = AutoModelForCausalLM.from_config(config, **options)
         if (folder / GENERATION_CONFIG_NAME).exists():

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from draftsmith.common.command import first_line
 from draftsmith.models.precision import say
-from draftsmith.models.pretrained import reason_of
 
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
@@ -41,7 +41,7 @@ def _runs(device: torch.device) -> bool:
         mask = block_mask(torch.arange(length, device=device)[None], None, length)
         unrolled_attention(q, (keys[0], keys[1]), [(keys[2], keys[3])], mask).sum().backward()
     except Exception as error:  # of the compiler, which has many kinds
-        say(f"flex_attention does not run here ({reason_of(error)}): unrolled steps take whole masks, and longer")
+        say(f"flex_attention does not run here ({first_line(error)}): unrolled steps take whole masks, and longer")
         return False
     return True
 

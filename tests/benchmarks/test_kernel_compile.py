@@ -144,7 +144,7 @@ CASES["verify bf16 K=4, a reduced vocabulary"] = partial(verify, BF16, 4, True, 
 KERNELS = set(
     "tree_attention merge_items plan commit acceptances distribution walk draw philox block_topk merge_topk coupled "
     "shortlist tokens accept_greedy advance res_block add_norm pair_input rotate_write gated "
-    "vector few_rows sum_parts grow select before path".split()
+    "vector few_rows sum_parts grow select before path soft_loss".split()
 )
 
 
