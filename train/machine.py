@@ -1,7 +1,7 @@
 """The devices that ``--dry-run`` computes for: those of this launch, or GPUs by name."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import PartialState
@@ -51,6 +51,8 @@ class Machine:
         cuda = torch.cuda.is_available()
         name = torch.cuda.get_device_name() if cuda else "cpu"
         gpu = next((gpu for known, gpu in GPUS.items() if re.search(rf"\b{known}\b", name)), None)
+        if gpu:  # some are sold with less memory than the data sheet's, or lent in parts
+            gpu = replace(gpu, memory=torch.cuda.get_device_properties("cuda").total_memory / 1e9)
         return cls(name, PartialState().num_processes, sharded.strategy(), gpu, cuda)
 
     @classmethod

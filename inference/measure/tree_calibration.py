@@ -226,7 +226,7 @@ def calibrate(
         rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
     decoding = None if settings.nodes else drafter.decoding
     limit = f"calibrating: at most {settings.seconds:.0f} s from here on"
-    console.print(limit + (", and a part of it again to set up decoders" if decoding else ""), markup=False)
+    console.print(limit + (", and the time to set up decoders for dynamic trees" if decoding else ""), markup=False)
     with ProgressBar("calibrating (s)", math.ceil(settings.seconds), console, transient=True) as advance:
         progress = _Progress(settings.seconds, advance)
         text = _count_ranks(drafter, target, texts, data, rows, settings, progress, 1 - DYNAMIC if decoding else 1.0)

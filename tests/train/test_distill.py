@@ -628,8 +628,7 @@ class Quiet(ThreadingHTTPServer):
         """A client that has gone away."""
 
 
-@pytest.fixture
-def server():
+def started():
     made = Quiet(("127.0.0.1", 0), Answering)
     made.lock, made.released, made.requests, made.plan = threading.Lock(), threading.Event(), [], lambda asked: "fine"
     threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
@@ -637,6 +636,10 @@ def server():
     made.released.set()
     made.shutdown()
     made.server_close()
+
+
+server = pytest.fixture(started, name="server")
+second = pytest.fixture(started, name="second")  # another one of the same model
 
 
 @pytest.fixture
@@ -851,18 +854,6 @@ def test_a_servers_token_ids_are_kept(ask, server, tmp_path):
             "c": None,
         }
     assert all(asked["return_token_ids"] is True for _, asked, _, _ in server.requests)
-
-
-@pytest.fixture
-def second():
-    """Another server of the same model."""
-    made = Quiet(("127.0.0.1", 0), Answering)
-    made.lock, made.released, made.requests, made.plan = threading.Lock(), threading.Event(), [], lambda asked: "fine"
-    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-    yield made
-    made.released.set()
-    made.shutdown()
-    made.server_close()
 
 
 def urls_of(*servers):
