@@ -189,11 +189,6 @@ class Plan:
         }
 
     @property
-    def memory(self) -> float:
-        """Bytes of a process of this launch."""
-        return sum(self.parts(Machine.here()).values())
-
-    @property
     def operations(self) -> float:
         """Floating-point operations of products in a step, over all processes: passes through what is frozen, forward
         and backward of the rest, attention to all keys of a row, or to half of them where no mask is made."""
