@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+    from draftsmith.inference.engine.engine import SpeculativeDecoder
+    from draftsmith.inference.engine.request import Generation, Request
     from draftsmith.inference.engine.text import TextStream
     from draftsmith.inference.load import load_drafter
     from draftsmith.inference.measure.evaluation import evaluate
@@ -31,8 +32,8 @@ __all__ = [
 
 _MODULES = {
     "SpeculativeDecoder": "inference.engine.engine",
-    "Request": "inference.engine.engine",
-    "Generation": "inference.engine.engine",
+    "Request": "inference.engine.request",
+    "Generation": "inference.engine.request",
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
     "evaluate": "inference.measure.evaluation",

@@ -25,18 +25,18 @@ BARS = {
     "lines of Python in the product": 38_100,
     "lines of Python in tests": 45_000,
     "lines of Python in benchmarks": 11_900,
-    "files that inference/engine/engine.py needs": 47,
-    "lines of these files": 11_700,
+    "files that inference/engine/engine.py needs": 49,
+    "lines of these files": 11_750,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
-    "files from decode.py to the first committed token": 54,
-    "files from train/medusa.py to the first optimiser step": 69,
+    "files from decode.py to the first committed token": 56,
+    "files from train/medusa.py to the first optimiser step": 71,
 }
 # A command, and the function at whose first call its walk ends: file and name.
 WALKS = (
     (
         ("inference/decode.py", "draft_model:models/tiny-lm", "--target", "models/tiny-lm", "--prompt", "x"),
-        ("inference/engine/engine.py", "take"),
+        ("inference/engine/queue.py", "take"),
     ),
     (
         ("train/medusa.py", "recipes/tiny-medusa.yaml", "--tiny", "run.output_dir={folder}"),

@@ -9,7 +9,7 @@ import torch._dynamo.utils
 from lossless_suite import CaptureSimulation, check_apart, record_begins, simulate_capture
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.engine import engine
+from draftsmith.inference.engine import queue as engine_queue
 from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
@@ -100,7 +100,7 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
     at_once = decoder.serve(REQUESTS * 3, 5)
     assert [r.tokens for r in at_once] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] * 3
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
-    begun, free, fill = record_begins(monkeypatch), [], engine._Queue.fill
+    begun, free, fill = record_begins(monkeypatch), [], engine_queue.Queue.fill
 
     def recorded(queue, observe):
         before, rows, busy = len(queue.results), queue.texts.count(None), queue.busy
@@ -108,7 +108,7 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
         if busy and len(queue.results) > before:
             free.append(rows)
 
-    monkeypatch.setattr(engine._Queue, "fill", recorded)
+    monkeypatch.setattr(engine_queue.Queue, "fill", recorded)
     for refill in (1, 2, 3, 5, 9):
         begun.clear()
         free.clear()
@@ -130,13 +130,13 @@ def test_prompts_that_begin_together_have_so_many_tokens(written, monkeypatch):
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     begun = record_begins(monkeypatch)
     for bound, expected in (
-        (engine.PREFILL_TOKENS, [[0, 1, 2, 3, 4, 5, 6]]),
+        (engine_queue.PREFILL_TOKENS, [[0, 1, 2, 3, 4, 5, 6]]),
         (30, [[0, 1, 2], [3, 4], [5, 6]]),
         (22, [[0, 1], [2, 3], [4, 5, 6]]),
         (1, [[row] for row in range(7)]),
     ):
         begun.clear()
-        monkeypatch.setattr(engine, "PREFILL_TOKENS", bound)
+        monkeypatch.setattr(engine_queue, "PREFILL_TOKENS", bound)
         results = SpeculativeDecoder(target).serve(requests, 7)
         assert [r.tokens for r in results] == [row[:5] for row in truth] and begun == expected, bound
 
