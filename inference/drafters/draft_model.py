@@ -14,12 +14,14 @@ import itertools
 import operator
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
@@ -168,7 +170,6 @@ class DraftModelDrafter(Drafter):
         return own
 
     def begin(self, rows: Rows) -> None:
-        self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
         if self.entries is not None:
             self.entries.begin(rows)
 
@@ -179,8 +180,8 @@ class DraftModelDrafter(Drafter):
     def prepare(self, state: State) -> None:
         """For static steps: select where a text begins, or where it may be due, after waiting for the device."""
         if self.entries is not None and not self.eager and self.entries.may_be_full():
-            self._select(self.entries, torch.minimum(self.cached, state.length).tolist())
-            self.entries.held = state.length.tolist()  # of which it has run all but the missing ones
+            self._select(self.entries, (torch.minimum(self.cached, state.length) * state.active).tolist())
+            self.entries.held = (state.length * state.active).tolist()  # of which it has run all but the missing ones
 
     def _select(self, entries: CompressedCache, lengths: list[int]) -> None:
         """Select from all that was cached, ``lengths`` tokens, which the model's own cache is given first."""
@@ -189,11 +190,12 @@ class DraftModelDrafter(Drafter):
         entries.store(lengths)
         entries.select_where_due(lengths)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        chunk = replace(chunk, tokens=self._readable(chunk.tokens))
         if self.entries is not None:
-            self.entries.read_prompts(self._readable(tokens), start, rows)
-        with self.own.only(rows, start + tokens.shape[1]):
-            self.reader.forward_chunk(self._readable(tokens), start)
+            self.entries.read_prompts(chunk)
+        self.reader.forward_prompts(chunk)
+        self.cached[chunk.rows] = ALL_CACHED
 
     def propose(self, state: State) -> TokenTree:
         if self.entries is not None:
@@ -222,10 +224,10 @@ class DraftModelDrafter(Drafter):
     def _attend_to(self, entries: CompressedCache, state: State) -> None:
         """Select, in eager steps where it is due, and take the selected entries as the text before the tree."""
         if self.eager:
-            cached = torch.minimum(self.cached, state.length).tolist()
+            cached = (torch.minimum(self.cached, state.length) * state.active).tolist()
             if entries.due(cached):
                 self._select(entries, cached)
-        torch.sub(state.length, entries.left_out, out=self.cache.lengths)
+        entries.take_lengths(state)
         entries.read_root(state)
 
     def _held(self, lengths: Tensor) -> Tensor:

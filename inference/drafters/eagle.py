@@ -13,6 +13,7 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
+import itertools
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -25,6 +26,7 @@ from draftsmith.inference.drafters.eagle_layer import EagleLayer
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
@@ -134,7 +136,9 @@ class EagleDrafter(Drafter):
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         width = config.feature_size * (1 + len(self.captures))
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
-        self.waiting = torch.empty(0)  # [b, 1, d]: the fused feature of the last token of a prompt's previous chunk
+        # The fused feature of the last token that was read of each row's prompt.
+        fused = config.feature_size if config.version == 1 else config.hidden_size
+        self.waiting = torch.zeros(rows, fused, dtype=dtype, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = self.layer.numbers
 
@@ -142,21 +146,27 @@ class EagleDrafter(Drafter):
         return self.cached, self.missing_tokens, self.missing_features
 
     def begin(self, rows: Rows) -> None:
-        self.cached[rows] = ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
+        self.cached[rows] = ALL_CACHED  # all pairs of the prompt but the last, which is the root's
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        hidden = self.eagle.fuse(features)  # [b, T, d]
-        waiting, self.waiting = self.waiting, hidden[:, -1:].clone()
-        hidden = hidden[:, :-1]
-        if start:  # the last chunk's last feature is paired with this chunk's first token
-            self._write_keys(tokens, torch.cat((waiting, hidden), 1), start - 1, rows)
-        elif tokens.shape[1] > 1:
-            self._write_keys(tokens[:, 1:], hidden, 0, rows)
-
-    def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: Rows) -> None:
-        """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
-        slots = slice(first, first + tokens.shape[1])
-        self.layer.both[rows, slots] = self.layer.keys_values(tokens, hidden, self.layer.table[slots][None])
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        """Write the K/V of the pairs that end in the parts: each token with the feature before it, except for the first
+        one of a text."""
+        hidden = self.eagle.fuse(features)  # [T, d]
+        of_parts = [
+            (part.row, first, after - 1)
+            for part, (first, after) in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True)
+        ]
+        row, first, last = to_device(of_parts, self.device).unbind(1)
+        begins = {first for part, first in zip(chunk.parts, chunk.firsts, strict=False) if not part.start}
+        pairs = [place for place in range(len(hidden)) if place not in begins]
+        paired = to_device(pairs, self.device)
+        before = hidden.roll(1, 0)
+        before[first] = self.waiting[row]
+        self.waiting[row], self.cached[row] = hidden[last], ALL_CACHED
+        if pairs:
+            slots = chunk.positions[paired] - 1
+            pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
+            self.layer.both[chunk.rows[paired], slots] = self.layer.keys_values(*pair)[0]
 
     def skip(self, state: State) -> None:
         """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,

@@ -63,4 +63,4 @@ def serve_conversations(
         if goes_on:
             requests.continued.append(conversation)
 
-    decoder.serve(requests, batch_size, mode=mode, max_length=max_length, refill=1 + batch_size // 16, on_end=end)
+    decoder.serve(requests, batch_size, mode=mode, max_length=max_length, on_end=end)

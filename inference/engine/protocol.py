@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.verify.sampling import Noise, Rows, Settings
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
@@ -62,7 +63,7 @@ class State:
     root: Tensor  # [B] int64, the last committed token, whose K/V is not cached yet
     length: Tensor  # [B] int64, cached tokens
     feature: Tensor
-    active: Tensor  # [B] bool, False in rows without a text; their trees are ignored
+    active: Tensor  # [B] bool, False in rows without a text; their trees are ignored, and what they hold stays
     settings: Settings | None
     step: Tensor
     stream: int = 1  # number of the drafter's random stream, at least 1 (the verifier's is 0)
@@ -124,13 +125,12 @@ class Drafter(Protocol):
         the steps that warm up a graph capture."""
         return ()
 
-    def begin(self, rows: Rows) -> None:
-        """Start new texts in these rows; ``prefill`` follows with their prompts."""
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        """Read parts of prompts, and the features ``[T, F]`` of their tokens. Each prompt's parts come in order, in
+        rows without a text; steps of the other rows may be between them, in which these rows are not active."""
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        """Read a chunk of the prompts that begin in ``rows``: ``tokens [b, T]`` int64 from position ``start`` on, and
-        their features ``[b, T, F]``. Shorter prompts are padded; each row's true length is known at the first
-        ``propose``."""
+    def begin(self, rows: Rows) -> None:
+        """Start the texts of these rows, whose prompts have been read."""
 
     def prepare(self, state: State) -> None:
         """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge ``state`` is the
@@ -152,7 +152,7 @@ class Drafter(Protocol):
         ``own_path``, ``tree`` also holds other drafters' nodes. ``features``: ``[B, N, F]``, of the tree's nodes."""
 
     def end(self, row: int) -> None:
-        """End the text in this row; steps continue there with an empty prefix until another text begins."""
+        """End the text in this row, in which steps continue: what they write is behind the row's length."""
 
 
 class PlainDrafter(Drafter):

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Prompt
 from draftsmith.inference.engine.request import Generation, Request, checked_length
-from draftsmith.inference.engine.step import Observe, Step
+from draftsmith.inference.engine.step import PREFILL_TOKENS, Observe, Step
 from draftsmith.inference.engine.text import stop_string_end
 
-PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
+LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to begin with
 
 
 @dataclass
@@ -36,59 +37,77 @@ class Queue:
     results: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.texts: list[Text | None] = [None] * self.step.rows
+        self.texts: list[Text | None] = [None] * self.step.rows  # that are being decoded, by row
+        self.prompts: list[tuple[Prompt, Text]] = []  # that are being prefilled
+        self.free_since = 0.0  # when the first of the free rows became free
         self.step.reset()
 
     @property
-    def busy(self) -> bool:
+    def decoding(self) -> bool:
+        """Whether a text is being decoded."""
         return any(self.texts)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a text is being decoded, or its prompt prefilled."""
+        return self.decoding or bool(self.prompts)
+
     def fill(self, observe: Observe | None) -> None:
-        """Begin requests in free rows, until no row is free or no request waits; not before ``refill`` rows are."""
-        if self.busy and self.texts.count(None) < self.refill:
-            return
-        while new := self._next_texts():
-            rows, requests = [row for row, _ in new], [text.request for _, text in new]
-            first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests])
+        """Take requests into free rows, and prefill their prompts, until a step is due: after as many tokens as
+        ``refill`` chunks have; while no text is decoded, when one is."""
+        self._take_requests()
+        left = self.refill * PREFILL_CHUNK if self.decoding else PREFILL_TOKENS
+        while self.prompts and (left > 0 or not self.decoding):
+            before = self.step.counts.prefilled_tokens
+            begun = self.step.prefill([prompt for prompt, _ in self.prompts], left if self.decoding else PREFILL_TOKENS)
+            left -= self.step.counts.prefilled_tokens - before
             if observe:
                 observe("prefill", None, None)
-            for (row, text), token in zip(new, first, strict=True):
-                if token < 0:
+            first = {prompt.row: token for prompt, token in begun}
+            texts = [(prompt.row, text) for prompt, text in self.prompts if prompt.row in first]
+            self.prompts = [each for each in self.prompts if each[0].row not in first]
+            for row, text in texts:
+                if first[row] < 0:
                     raise self._not_finite(text)
                 self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-                self._add(row, text, [token], [0], step=False)
+                self._add(row, text, [first[row]], [0], step=False)
+            self._take_requests()
 
-    def _next_texts(self) -> list[tuple[int, Text]]:
-        """Rows and texts of new requests, for free rows, until they make :data:`PREFILL_TOKENS`, padded. One at a time
-        where a text is a function of its request alone, and the bits of a row do not depend on the other rows: those of
-        a prompt then do not either."""
-        alone = self.step.runner.bitwise and self.step.mode in ("greedy", "sample")
-        new: list[tuple[int, Text]] = []
-        longest = 0
-        for row in (row for row, text in enumerate(self.texts) if text is None):
-            if new and (alone or longest * len(new) >= PREFILL_TOKENS):
+    def _take_requests(self) -> None:
+        """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
+        been free for ``LONGEST_WAIT``, or nothing else runs."""
+        number_free = self.texts.count(None) - len(self.prompts)
+        if not number_free:
+            return
+        if self.busy and number_free < self.refill and time.perf_counter() - self.free_since < LONGEST_WAIT:
+            return
+        taken = {prompt.row for prompt, _ in self.prompts}
+        for row in [row for row, text in enumerate(self.texts) if text is None and row not in taken]:
+            text = self._next_text()
+            if text is None:
                 break
-            request = next(self.waiting, None)
-            if request is None:
-                break
-            number = len(self.results)
-            length = checked_length(request, number, self.step.target)
-            if length > self.max_length:
-                raise ValueError(
-                    f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; "
-                    "raise it"
-                )
-            if request.max_draft_nodes is not None and not self.step.can_be_bounded:
-                raise ValueError(
-                    f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
-                    "coupled sampling, unless all nodes are asked for; leave it out"
-                )
-            text = Text(number, request, length - len(request.prompt))
-            text.result.source = self.step.target, request.stop_strings
-            self.results.append(text.result)
-            new.append((row, text))
-            longest = max(longest, len(request.prompt))
-        return new
+            self.prompts.append((Prompt(row, text.request.prompt, text.request.sampling), text))
+
+    def _next_text(self) -> Text | None:
+        """The next request, after checks; None if none waits."""
+        request = next(self.waiting, None)
+        if request is None:
+            return None
+        number = len(self.results)
+        length = checked_length(request, number, self.step.target)
+        if length > self.max_length:
+            raise ValueError(
+                f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; raise it"
+            )
+        if request.max_draft_nodes is not None and not self.step.can_be_bounded:
+            raise ValueError(
+                f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
+                "coupled sampling, unless all nodes are asked for; leave it out"
+            )
+        text = Text(number, request, length - len(request.prompt))
+        text.result.source = self.step.target, request.stop_strings
+        self.results.append(text.result)
+        return text
 
     def take(self, committed: list[list[int]], texts: list[Text | None], nodes: int) -> None:
         """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
@@ -152,6 +171,8 @@ class Queue:
             self.on_step(text.number, result)
         if result.finish_reason:
             result.seconds = time.perf_counter() - text.began
+            if self.texts.count(None) == len(self.prompts):
+                self.free_since = time.perf_counter()
             self.texts[row] = None
             self.step.end(row)
             if self.on_end:

@@ -10,7 +10,8 @@ host: it attends to the whole cache, masked by each row's length on the device. 
 one for each size, and the host launches the next step before it reads what the last one committed. Other steps attend
 only to the slots in use.
 
-Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
+Shape letters: B rows, b rows that begin, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, F
+features per token, V vocabulary.
 """
 
 import os
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Prompt, next_chunk, to_device
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.request import Counts
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
@@ -42,7 +44,7 @@ from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
-PREFILL_CHUNK = 512
+PREFILL_TOKENS = 16_384  # of prompts that run in one pass, while no text is decoded
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
 ReadCommitted = Callable[[], list[list[int]]]
@@ -185,39 +187,61 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
-    @prefill_products()
+    @property
+    def prefills_alone(self) -> bool:
+        """Whether a prompt runs without others: where a text is a function of its request alone, and the bits of a row
+        do not depend on the other rows. Those of a prompt then do not either."""
+        return self.runner.bitwise and self.mode in ("greedy", "sample")
+
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[int]:
-        """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
-        of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
-        device, cache = self.device, self.cache
-        adjacent = numbers[-1] - numbers[0] < len(numbers)
-        rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
-        self.verifier.begin(rows, prompts, samplings)
+        """Prefill new texts into rows, by these ``numbers``, without a step in between. Returns each row's first token;
+        −1 where the target's logits are not finite."""
+        waiting = [Prompt(*each) for each in zip(numbers, prompts, samplings, strict=True)]
+        first: dict[int, int] = {}
+        while waiting:
+            first |= {prompt.row: token for prompt, token in self.prefill(waiting, PREFILL_TOKENS)}
+            waiting = [prompt for prompt in waiting if prompt.left]
+        return [first[number] for number in numbers]
+
+    @prefill_products()
+    def prefill(self, prompts: Sequence[Prompt], most: int) -> list[tuple[Prompt, int]]:
+        """Run the next chunk of prompts, as :func:`~draftsmith.inference.engine.prompts.next_chunk` makes it. Steps may
+        run between two chunks: what they write in these rows is behind what the cache holds of the prompts. Returns the
+        prompts whose texts begin now, with their first tokens; −1 where the target's logits are not finite."""
+        chunk = next_chunk(prompts, most, self.prefills_alone, self.device)
+        hidden, captured = self.runner.forward_prompts(chunk, self.captures)
+        features = joined_features(hidden, captured)[0]  # [T, F]
+        self.drafter.prefill(features, chunk)
+        ends = {part.row: (part.end, after - 1) for part, after in zip(chunk.parts, chunk.firsts[1:], strict=True)}
+        self.counts.prefill_passes += 1
+        self.counts.prefilled_tokens += len(features)
+        complete: list[Prompt] = []
+        for prompt in prompts:
+            if prompt.row in ends:
+                prompt.done = ends[prompt.row][0]
+                complete += [] if prompt.left else [prompt]
+        rows, lengths = to_device([[*ends], [end for end, _ in ends.values()]], self.device)
+        self.cache.lengths[rows] = lengths
+        if not complete:
+            return []
+        last = to_device([ends[prompt.row][1] for prompt in complete], self.device)
+        return [*zip(complete, self._begin(complete, features[last]), strict=True)]
+
+    def _begin(self, prompts: Sequence[Prompt], feature: Tensor) -> list[int]:
+        """Begin the texts of prompts that are prefilled, from the features ``[b, F]`` of their last tokens; returns
+        their first tokens."""
+        numbers = [prompt.row for prompt in prompts]
+        adjacent = numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+        rows = slice(numbers[0], numbers[-1] + 1) if adjacent else to_device(numbers, self.device)
+        self.verifier.begin(rows, [prompt.tokens for prompt in prompts], [prompt.sampling for prompt in prompts])
         self.drafter.begin(rows)
         if self.budget:
             self.budget.begin(rows)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        longest = max(map(len, prompts))
-        self.counts.prefilled_tokens += sum(map(len, prompts))
-        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
-        feature = self.state.feature[rows]
-        for start in range(0, longest, PREFILL_CHUNK):
-            tokens = padded[:, start : start + PREFILL_CHUNK]
-            count = tokens.shape[1]
-            with cache.only(rows, start + count):
-                features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
-            self.drafter.prefill(features, tokens, start, rows)
-            self.counts.prefill_passes += 1
-            last = lengths - 1 - start  # of each prompt, within this chunk
-            at_last = last.clamp(0, count - 1)[:, None, None].expand(-1, 1, features.shape[2])
-            ends_here = (last >= 0) & (last < count)
-            feature = torch.where(ends_here[:, None], features.gather(1, at_last).squeeze(1), feature)
         self.state.feature[rows] = feature
-        cache.lengths[rows] = lengths
         logits = self.target.logits(feature[:, : self.target.hidden_size])
-        self.state.root[rows] = self.verifier.first_tokens(logits, rows, lengths)
+        self.state.root[rows] = self.verifier.first_tokens(logits, rows, self.cache.lengths[rows])
         self.active[rows] = True
         return self.state.root[rows].tolist()
 

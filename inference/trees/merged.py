@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.list_tree import ListTreeBuilder, merge_lists
 from draftsmith.inference.trees.merge_tensors import TensorMerge
@@ -92,9 +93,9 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.begin(rows)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
         for drafter, columns in zip(self.drafters, self.columns, strict=True):
-            drafter.prefill(_select(features, columns), tokens, start, rows)
+            drafter.prefill(_select(features, columns), chunk)
 
     def end(self, row: int) -> None:
         for drafter in self.drafters:
