@@ -59,8 +59,8 @@ class Segments(NamedTuple):
     """Parts of prompts, one after the other in one pass of T queries: query i of a part is the token at position
     start + i of its row, and sees all positions up to its own.
 
-    rows, starts, firsts, counts: ``[P]`` int64 each, contiguous: of a part its row of the cache, its first position, the place of
-        its first query among the T, and the number of its queries.
+    rows, starts, firsts, counts: ``[P]`` int64 each, contiguous: of a part its row of the cache, its first position,
+        the place of its first query among the T, and the number of its queries.
     most: the largest of the counts.
     """
 

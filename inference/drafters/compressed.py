@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.prompts import Chunk, Part
+from draftsmith.inference.engine.prompts import Chunk, Part, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
 from draftsmith.inference.trees.by_level import DraftHead, Hidden, LevelPass, Levels
@@ -277,7 +277,7 @@ class CompressedDrafter(Drafter):
         self.branching, self.random = self.levels.branching, self.levels.random
         module = None if target.changes_logits else target.lm_head
         self.head = DraftHead(lambda hidden: (target.logits(hidden), None), module, target.vocab_size, None)
-        self.static = selector.name != "topk"
+        self.static, self.reuses = selector.name != "topk", True
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.in_graphs = static and self.static
@@ -296,6 +296,9 @@ class CompressedDrafter(Drafter):
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         self.entries.read_prompts(chunk)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        self.entries.text[row, : len(tokens)] = to_device(tokens, self.entries.text.device)
 
     def prepare(self, state: State) -> None:
         """For static steps, which append by themselves: select where a text begins, or where it may be due. That is

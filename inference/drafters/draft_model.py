@@ -111,6 +111,7 @@ class DraftModelDrafter(Drafter):
             self.lm = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
+        self.reuses = selector is None
         self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary = target.vocab_size
         embedding = model.embeddings.weight
@@ -159,6 +160,7 @@ class DraftModelDrafter(Drafter):
         # missing tokens follows from it, and is 0 in warm-up steps, which reset the lengths: these then write no slot
         # before the length.
         self.cached = torch.full((rows,), ALL_CACHED, dtype=torch.int64, device=device)
+        self.at_end: dict[int, Tensor] = {}  # of rows whose texts have ended: ``cached`` at that time
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = torch.arange(max(self.num_nodes, self.max_depth, self.max_missing) + 2, device=device)
@@ -174,8 +176,17 @@ class DraftModelDrafter(Drafter):
             self.entries.begin(rows)
 
     def end(self, row: int) -> None:
+        self.at_end[row] = self.cached[row].clone()
         if self.entries is not None:
             self.entries.end(row)
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        return common if common <= read else min(common, max(read, int(self.at_end[source])))
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        if source != row:
+            self.own.copy_row(source, row, len(tokens))
+        self.cached[row] = ALL_CACHED
 
     def prepare(self, state: State) -> None:
         """For static steps: select where a text begins, or where it may be due, after waiting for the device."""

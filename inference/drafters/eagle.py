@@ -30,7 +30,7 @@ from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.verify.sampling import Noise, Rows
+from draftsmith.inference.verify.sampling import Noise, Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.attention_plan import Plans
@@ -59,7 +59,8 @@ class EagleDrafter(Drafter):
             the tree is empty, too large, or asks for more tokens than it drafts.
     """
 
-    static, reads_own_path = True, False
+    static = reuses = True
+    reads_own_path = False
 
     def __init__(
         self,
@@ -138,6 +139,8 @@ class EagleDrafter(Drafter):
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
         # The fused feature of the last token that was read of each row's prompt.
         fused = config.feature_size if config.version == 1 else config.hidden_size
+        self.reused: set[int] = set()  # rows whose prompts go on after tokens that were not read again
+        self.at_end: dict[int, Tensor] = {}  # of rows whose texts have ended: ``cached`` at that time
         self.waiting = torch.zeros(rows, fused, dtype=dtype, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = self.layer.numbers
@@ -146,27 +149,44 @@ class EagleDrafter(Drafter):
         return self.cached, self.missing_tokens, self.missing_features
 
     def begin(self, rows: Rows) -> None:
+        self.reused -= {*row_numbers(rows)}
         self.cached[rows] = ALL_CACHED  # all pairs of the prompt but the last, which is the root's
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         """Write the K/V of the pairs that end in the parts: each token with the feature before it, except for the first
         one of a text."""
         hidden = self.eagle.fuse(features)  # [T, d]
-        of_parts = [
-            (part.row, first, after - 1)
-            for part, (first, after) in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True)
-        ]
-        row, first, last = to_device(of_parts, self.device).unbind(1)
-        begins = {first for part, first in zip(chunk.parts, chunk.firsts, strict=False) if not part.start}
-        pairs = [place for place in range(len(hidden)) if place not in begins]
-        paired = to_device(pairs, self.device)
+        places = [(part, *place) for part, place in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True)]
+        of_parts = [(part.row, first, after - 1) for part, first, after in places]
+        rows, firsts, lasts = to_device(of_parts, self.device).unbind(1)
         before = hidden.roll(1, 0)
-        before[first] = self.waiting[row]
-        self.waiting[row], self.cached[row] = hidden[last], ALL_CACHED
+        before[firsts] = self.waiting[rows]
+        self.waiting[rows], self.cached[rows] = hidden[lasts], ALL_CACHED
+        pairs: list[int] = []
+        for part, first, after in places:
+            without = not part.start or part.row in self.reused  # that pair is none, or is written already
+            pairs += range(first + without, after)
+            self.reused.discard(part.row)
         if pairs:
+            paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
             pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
             self.layer.both[chunk.rows[paired], slots] = self.layer.keys_values(*pair)[0]
+
+    def end(self, row: int) -> None:
+        self.at_end[row] = self.cached[row].clone()
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        """All but one: the pair of the next token, which the text has, too, is written already, and the feature before
+        that token is not needed."""
+        pairs = read - 1 if common <= read else max(read - 1, int(self.at_end[source]))
+        return max(0, min(common - 1, pairs))
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        self.reused.add(row)
+        self.cached[row] = ALL_CACHED
+        if source != row:
+            self.layer.both[row, : len(tokens)] = self.layer.both[source, : len(tokens)]
 
     def skip(self, state: State) -> None:
         """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,

@@ -11,6 +11,7 @@ Shape letters: B rows, S slots, G tokens of the longest match, C continuations, 
 W 64-bit words.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.prompts import Chunk
+from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.list_tree import ListTree, ListTreeBuilder, kept_nodes
 from draftsmith.inference.verify.sampling import Rows
@@ -73,7 +74,7 @@ class NgramDrafter(Drafter):
         ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
-    static = self_correcting = True
+    static = self_correcting = reuses = True
     reads_own_path = False
     sources = ("ngram",)
 
@@ -132,6 +133,10 @@ class NgramDrafter(Drafter):
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         place = chunk.rows, chunk.positions + self.max_match
         self.history[tuple(each.to(self.history.device) for each in place)] = chunk.tokens.to(self.history.device)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        place = slice(self.max_match, self.max_match + len(tokens))
+        self.history[row, place] = to_device(tokens, self.history.device)
 
     def propose(self, state: State) -> TokenTree:
         return self._propose_on_host(state) if self.on_host else self._propose_on_device(state)

@@ -137,6 +137,11 @@ class KVCache(Cache):
         for to, source in zip(self._storages, other._storages, strict=True):
             to.copy_(source)
 
+    def copy_row(self, source: int, row: int, end: int) -> None:
+        """Copy the K/V of a row's first ``end`` slots to another row."""
+        for storage in self._storages:
+            storage[:, :, row, :, :end] = storage[:, :, source, :, :end]
+
     def copy(self, other: "KVCache", places: Tensor, slots: Tensor) -> None:
         """Copy K/V of another cache of the same model and rows, in every layer, from ``places`` there to ``slots``
         here: ``[B, A]`` int64 each."""

@@ -18,12 +18,20 @@ PREFILL_CHUNK = 512  # tokens of one prompt in one pass, at most
 
 @dataclass
 class Prompt:
-    """A prompt that is prefilled into a row of the cache. done: its first tokens that the cache holds."""
+    """A prompt that is prefilled into a row of the cache.
+
+    done: its first tokens that the cache holds.
+    source, shared, common: another row, how many of the first tokens are copied from it once it holds them, and how
+        many it will have in common. None: no other row.
+    """
 
     row: int
     tokens: Sequence[int]
     sampling: Sampling
     done: int = 0
+    source: int | None = None
+    shared: int = 0
+    common: int = 0
 
     @property
     def left(self) -> int:

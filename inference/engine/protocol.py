@@ -93,6 +93,7 @@ class Drafter(Protocol):
     own_counts: for static steps, nodes at most (root included) that each drafter of a merge proposes if it is asked
         alone, as ``State.alone`` says; by its number, empty unless it merges several.
     reads_own_path: ``absorb`` reads ``Verdict.own_path``.
+    reuses: a prompt may begin with tokens that are not read again, see :meth:`reuse`.
     """
 
     num_nodes: int  # of its trees, root included, at most
@@ -110,6 +111,7 @@ class Drafter(Protocol):
     has_acceptance: bool = True  # its trees have acceptance where the state asks for it
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
+    reuses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
@@ -128,6 +130,17 @@ class Drafter(Protocol):
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         """Read parts of prompts, and the features ``[T, F]`` of their tokens. Each prompt's parts come in order, in
         rows without a text; steps of the other rows may be between them, in which these rows are not active."""
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        """How many of the first tokens of the text in row ``source`` need not be read again in a text that has the
+        first ``common`` of them. ``read``: how many of its tokens :meth:`prefill` has read. It may wait for the
+        device."""
+        return common
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        """Let the next text of ``row`` begin with these tokens, with which the text of row ``source`` begins, the same
+        row or another: as many as are :meth:`reusable`, or a whole prompt. What :meth:`prefill` reads next comes
+        after them."""
 
     def begin(self, rows: Rows) -> None:
         """Start the texts of these rows, whose prompts have been read."""
@@ -159,6 +172,7 @@ class PlainDrafter(Drafter):
     """Proposes the root alone: plain decoding, the baseline of every speed-up."""
 
     num_nodes, max_depth, branching, static = 1, 0, 0, True
+    reuses = True
 
     def __init__(self, device: torch.device) -> None:
         self.tree = StaticTree([-1], device)

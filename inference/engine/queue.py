@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Prompt
+from draftsmith.inference.engine import prompts as prompting
+from draftsmith.inference.engine.prefixes import REUSED_LEAST
+from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.request import Generation, Request, checked_length
 from draftsmith.inference.engine.step import PREFILL_TOKENS, Observe, Step
 from draftsmith.inference.engine.text import stop_string_end
@@ -39,6 +41,7 @@ class Queue:
     def __post_init__(self) -> None:
         self.texts: list[Text | None] = [None] * self.step.rows  # that are being decoded, by row
         self.prompts: list[tuple[Prompt, Text]] = []  # that are being prefilled
+        self.begun: list[tuple[Prompt, int]] = []  # of these the complete ones, with their texts' first tokens
         self.free_since = 0.0  # when the first of the free rows became free
         self.step.reset()
 
@@ -56,22 +59,33 @@ class Queue:
         """Take requests into free rows, and prefill their prompts, until a step is due: after as many tokens as
         ``refill`` chunks have; while no text is decoded, when one is."""
         self._take_requests()
-        left = self.refill * PREFILL_CHUNK if self.decoding else PREFILL_TOKENS
-        while self.prompts and (left > 0 or not self.decoding):
-            before = self.step.counts.prefilled_tokens
-            begun = self.step.prefill([prompt for prompt, _ in self.prompts], left if self.decoding else PREFILL_TOKENS)
-            left -= self.step.counts.prefilled_tokens - before
-            if observe:
-                observe("prefill", None, None)
-            first = {prompt.row: token for prompt, token in begun}
-            texts = [(prompt.row, text) for prompt, text in self.prompts if prompt.row in first]
-            self.prompts = [each for each in self.prompts if each[0].row not in first]
-            for row, text in texts:
-                if first[row] < 0:
-                    raise self._not_finite(text)
-                self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-                self._add(row, text, [first[row]], [0], step=False)
+        counts, left = self.step.counts, PREFILL_TOKENS
+        if self.decoding:
+            left = self.refill * prompting.PREFILL_CHUNK
+        while self.prompts and (self.begun or left > 0 or not self.decoding):
+            before = counts.prefilled_tokens
+            self._copy_prefixes()
+            waiting = [prompt for prompt, _ in self.prompts if prompt.source is None and prompt.left]
+            if waiting and (left > 0 or not self.decoding):
+                self.begun += self.step.prefill(waiting, left if self.decoding else PREFILL_TOKENS)
+                self._copy_prefixes()  # before a row is taken by another text
+                if observe:
+                    observe("prefill", None, None)
+            left -= counts.prefilled_tokens - before
+            self._begin_texts()
             self._take_requests()
+
+    def _begin_texts(self) -> None:
+        """Decode the texts whose prompts are complete."""
+        first = {prompt.row: token for prompt, token in self.begun}
+        texts = [(prompt.row, text) for prompt, text in self.prompts if prompt.row in first]
+        self.prompts = [each for each in self.prompts if each[0].row not in first]
+        self.begun = []
+        for row, text in texts:
+            if first[row] < 0:
+                raise self._not_finite(text)
+            self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
+            self._add(row, text, [first[row]], [0], step=False)
 
     def _take_requests(self) -> None:
         """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
@@ -82,11 +96,47 @@ class Queue:
         if self.busy and number_free < self.refill and time.perf_counter() - self.free_since < LONGEST_WAIT:
             return
         taken = {prompt.row for prompt, _ in self.prompts}
-        for row in [row for row, text in enumerate(self.texts) if text is None and row not in taken]:
+        free = [row for row, text in enumerate(self.texts) if text is None and row not in taken]
+        while free:
             text = self._next_text()
             if text is None:
+                self.step.forget(free)
                 break
-            self.prompts.append((Prompt(row, text.request.prompt, text.request.sampling), text))
+            prompt = self._place(text.request, free)
+            free.remove(prompt.row)
+            self.prompts.append((prompt, text))
+
+    def _place(self, request: Request, free: list[int]) -> Prompt:
+        """A request's prompt in a free row: the one that holds most of its first tokens. If another row holds more of
+        them, or will, they are copied to the row that holds least."""
+        step, prefixes = self.step, self.step.prefixes
+        row = min(free, key=lambda row: prefixes.held[row])
+        prompt = Prompt(row, request.prompt, request.sampling)
+        if step.drafter.reuses:
+            common, shared = prefixes.shared(request.prompt, step.prefills_alone)
+            best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
+            if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
+                prompt.row = of_free
+                token = step.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
+                self.begun += [] if token is None else [(prompt, token)]
+                return prompt
+            if shared[best] >= REUSED_LEAST:
+                prompt.source, prompt.shared, prompt.common = best, int(shared[best]), int(common[best])
+        prefixes.begin(row, request.prompt)
+        return prompt
+
+    def _copy_prefixes(self) -> None:
+        """Copy the first tokens of prompts from the rows that hold them by now."""
+        prefixes = self.step.prefixes
+        for prompt, _ in self.prompts:
+            source = prompt.source
+            if source is None or prefixes.held[source] < prompt.shared:
+                continue
+            if prompt.shared == len(prompt.tokens) and not prefixes.read[source]:
+                continue
+            prompt.source = None
+            token = self.step.reuse(prompt, source, prompt.shared, min(prompt.common, int(prefixes.held[source])))
+            self.begun += [] if token is None else [(prompt, token)]
 
     def _next_text(self) -> Text | None:
         """The next request, after checks; None if none waits."""
@@ -174,7 +224,7 @@ class Queue:
             if self.texts.count(None) == len(self.prompts):
                 self.free_since = time.perf_counter()
             self.texts[row] = None
-            self.step.end(row)
+            self.step.end(row, result.tokens)
             if self.on_end:
                 self.on_end(text.number, result)
         return len(new)

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from draftsmith.inference.engine import prompts as prompting
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prefixes import Prefixes
 from draftsmith.inference.engine.prompts import Prompt, next_chunk, to_device
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.request import Counts
@@ -107,6 +109,8 @@ class Step:
         width = target.hidden_size * (1 + len(self.captures))
         feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.prefixes = Prefixes(rows, capacity)
+        self.prompt_feature = torch.zeros_like(feature)  # of each row's prompt: that of its last token
         self.verifier = Verifier(mode, rows, target, drafter.branching)
         root, lengths = torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths
         noise = Noise(self.verifier.settings, lengths) if mode == "sample" else None
@@ -199,6 +203,8 @@ class Step:
         """Prefill new texts into rows, by these ``numbers``, without a step in between. Returns each row's first token;
         −1 where the target's logits are not finite."""
         waiting = [Prompt(*each) for each in zip(numbers, prompts, samplings, strict=True)]
+        for prompt in waiting:
+            self.prefixes.begin(prompt.row, prompt.tokens)
         first: dict[int, int] = {}
         while waiting:
             first |= {prompt.row: token for prompt, token in self.prefill(waiting, PREFILL_TOKENS)}
@@ -220,7 +226,7 @@ class Step:
         complete: list[Prompt] = []
         for prompt in prompts:
             if prompt.row in ends:
-                prompt.done = ends[prompt.row][0]
+                prompt.done = self.prefixes.held[prompt.row] = ends[prompt.row][0]
                 complete += [] if prompt.left else [prompt]
         rows, lengths = to_device([[*ends], [end for end, _ in ends.values()]], self.device)
         self.cache.lengths[rows] = lengths
@@ -228,6 +234,34 @@ class Step:
             return []
         last = to_device([ends[prompt.row][1] for prompt in complete], self.device)
         return [*zip(complete, self._begin(complete, features[last]), strict=True)]
+
+    def reuse(self, prompt: Prompt, source: int, count: int, common: int) -> int | None:
+        """Let a prompt begin with its first ``count`` tokens as row ``source`` holds them, which has ``common``, or
+        with as many as the drafter can. If they are all, the text begins: returns its first token, or −1 where the
+        logits are not finite."""
+        prefixes, whole = self.prefixes, count == len(prompt.tokens)
+        usable = self.drafter.reusable(source, common, int(prefixes.read[source] or prefixes.held[source]))
+        if not whole:
+            count = min(count, usable)
+            count -= count % prompting.PREFILL_CHUNK if self.prefills_alone else 0
+        elif not usable:
+            count = 0
+        if source == prompt.row:
+            prefixes.begin(prompt.row, prompt.tokens, count)
+        if not count:
+            return None
+        if source != prompt.row:
+            self.cache.copy_row(source, prompt.row, count)
+            prefixes.held[prompt.row] = count
+            # Steps then write behind the next token as well, whose keys a drafter may have copied, too.
+            self.cache.lengths[prompt.row] = count + 1
+        self.drafter.reuse(source, prompt.row, prompt.tokens[:count])
+        prompt.done = count
+        self.counts.reused_tokens += count
+        if not whole:
+            return None
+        self.cache.lengths[prompt.row] = count
+        return self._begin([prompt], self.prompt_feature[source : source + 1])[0]
 
     def _begin(self, prompts: Sequence[Prompt], feature: Tensor) -> list[int]:
         """Begin the texts of prompts that are prefilled, from the features ``[b, F]`` of their last tokens; returns
@@ -239,7 +273,9 @@ class Step:
         self.drafter.begin(rows)
         if self.budget:
             self.budget.begin(rows)
-        self.state.feature[rows] = feature
+        self.state.feature[rows] = self.prompt_feature[rows] = feature
+        for prompt in prompts:
+            self.prefixes.read[prompt.row] = len(prompt.tokens)
         logits = self.target.logits(feature[:, : self.target.hidden_size])
         self.state.root[rows] = self.verifier.first_tokens(logits, rows, self.cache.lengths[rows])
         self.active[rows] = True
@@ -251,15 +287,28 @@ class Step:
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
+        self.prefixes.clear()
         self.verifier.settings.clear_usage()
         for row in range(self.rows):
             self.drafter.end(row)
 
-    def end(self, row: int) -> None:
-        """End the text in this row, see :meth:`Drafter.end`."""
+    def end(self, row: int, answer: Sequence[int] = ()) -> None:
+        """End the text in this row, see :meth:`Drafter.end`. ``answer``: its new tokens. What the cache holds of prompt
+        and answer is kept for a text that begins alike, and steps write behind it."""
         self.active[row], self.bounds[row] = False, None
-        self.cache.lengths[row] = 0
+        held = self.prefixes.end(row, answer[:-1])  # the last token's keys and values need not be there
         self.drafter.end(row)
+        if self.drafter.reuses:
+            self.cache.lengths[row] = held
+        else:
+            self.forget([row])
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Keep nothing of the texts that ended in these rows, which then cost a step little."""
+        rows = [row for row in rows if self.prefixes.held[row]]
+        if rows:
+            self.prefixes.held[rows] = self.prefixes.coming[rows] = 0
+            self.cache.lengths[to_device(rows, self.device)] = 0
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""

@@ -47,6 +47,7 @@ class MergedDrafter(Drafter):
         self.sources = tuple(drafters)
         self.self_correcting_sources = [drafter.self_correcting for drafter in drafters.values()]
         self.static = all(drafter.static for drafter in self.drafters)
+        self.reuses = all(drafter.reuses for drafter in self.drafters)
         self.max_depth = max(drafter.max_depth for drafter in self.drafters)
         self.branching = sum(drafter.branching for drafter in self.drafters)
         self.all_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
@@ -96,6 +97,13 @@ class MergedDrafter(Drafter):
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         for drafter, columns in zip(self.drafters, self.columns, strict=True):
             drafter.prefill(_select(features, columns), chunk)
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        return min(drafter.reusable(source, common, read) for drafter in self.drafters)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.reuse(source, row, tokens)
 
     def end(self, row: int) -> None:
         for drafter in self.drafters:

@@ -24,6 +24,10 @@ class KeepsTexts(Drafter):
         for row, token in zip(chunk.rows.tolist(), chunk.tokens.tolist(), strict=True):
             self.prompts.setdefault(row, []).append(token)
 
+    def reuse(self, source, row, tokens):
+        super().reuse(source, row, tokens)
+        self.prompts[row] = [*tokens]
+
     def begin(self, rows):
         super().begin(rows)
         self.texts |= {row: self.prompts.pop(row) for row in row_numbers(rows)}

@@ -146,7 +146,6 @@ def test_a_pass_of_prompts_has_so_many_tokens(written, monkeypatch, static):
     for bound, chunk, passes in ((100, 512, [total]), (25, 512, [25, "step", total - 25]), (22, 3, None), (1, 1, None)):
         monkeypatch.setattr(engine_queue, "PREFILL_TOKENS", bound)
         monkeypatch.setattr(engine_prompts, "PREFILL_CHUNK", chunk)
-        monkeypatch.setattr(engine_queue, "PREFILL_CHUNK", chunk)
         events.clear()
         results = decoder.serve(requests, 7)
         assert [r.tokens for r in results] == [row[:30] for row in truth], bound
