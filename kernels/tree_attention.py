@@ -198,17 +198,11 @@ def tree_attention(
     """:func:`tree_attention_reference` by PyTorch's fused attention where there is no soft cap, which that lacks. With
     parts of prompts in place of a bias, q is ``[1, Hq, T, D]``, and each part attends to its own row."""
     if isinstance(bias, Sequence):
-        alone = len(bias) == 1  # the heads of a single token may come grouped
-        parts = [
-            tree_attention(
-                q if alone else q[:, :, first:after],
-                *(each[row : row + 1, :, : own.shape[3]] for each in (k, v)),
-                own,
-                scale,
-                softcap,
-            )
-            for row, first, after, own in bias
-        ]
+        alone, parts = len(bias) == 1, list[Tensor]()
+        for row, first, after, own in bias:
+            queries = q if alone else q[:, :, first:after]  # the heads of a single token may come grouped
+            keys, values = (each[row : row + 1, :, : own.shape[3]] for each in (k, v))
+            parts.append(tree_attention(queries, keys, values, own, scale, softcap))
         return parts[0] if alone else torch.cat(parts, 2)
     if softcap is not None:
         return tree_attention_reference(q, k, v, bias, scale, softcap)

@@ -302,25 +302,26 @@ class LeanDecoder:
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
-        shape = tokens.shape
+        batch, count = tokens.shape
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
         if self._runs_native(tree_keys is None):
             assert self.native is not None and isinstance(tree_keys, TreeKeys)
             hidden, inputs = self.native.run(x, positions, slots, views, tables, tree_keys, captures=captures)
-            return hidden.view(*shape, -1), [each.view(*shape, -1) for each in inputs]
-        buffers = buffers or self.buffers(*shape, tree_keys is None)
+            return hidden.view(batch, count, -1), [each.view(batch, count, -1) for each in inputs]
+        buffers = buffers or self.buffers(batch, count, tree_keys is None)
         normed, written = x, (slots, slots)
         rotations: Mapping[str, Sequence[Tensor]] = {}
         is_normed = False  # whether fused layers have written the norm of x after them
         if isinstance(buffers[0], FusedBuffers):
             normed = torch.empty_like(x)
         else:
-            written = (buffers[0].rows if rows is None else rows, slots)
-            rotations = self.rotations(positions, tables)
+            rotations, written = self.rotations(positions, tables), (rows, slots)
+            if rows is None:
+                written = (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
         for number, (layer, own_buffers, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
-                captured[number] = x.view(*shape, -1).clone()
+                captured[number] = x.view(batch, count, -1).clone()
             if isinstance(own_buffers, FusedBuffers):
                 assert tree_keys is not None
                 last = number + 1 == len(self.layers)
@@ -342,7 +343,7 @@ class LeanDecoder:
             else:
                 run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys, observer)
         hidden = normed if isinstance(buffers[0], FusedBuffers) else self.norm(x)
-        return hidden.view(*shape, -1), [captured[number] for number in captures]
+        return hidden.view(batch, count, -1), [captured[number] for number in captures]
 
 
 def _slots_of_all(slots: Tensor, rows: Tensor, both: Tensor) -> Tensor:

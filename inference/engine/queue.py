@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from draftsmith.inference.engine import prompts as prompting
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.inference.engine.prefixes import REUSED_LEAST
 from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.request import Generation, Request, checked_length
-from draftsmith.inference.engine.step import PREFILL_TOKENS, Observe, Step
+from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import stop_string_end
 
 LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to begin with
@@ -67,7 +68,7 @@ class Queue:
             self._copy_prefixes()
             waiting = [prompt for prompt, _ in self.prompts if prompt.source is None and prompt.left]
             if waiting and (left > 0 or not self.decoding):
-                self.begun += self.step.prefill(waiting, left if self.decoding else PREFILL_TOKENS)
+                self.begun += self.step.prefill.run(waiting, left if self.decoding else PREFILL_TOKENS)
                 self._copy_prefixes()  # before a row is taken by another text
                 if observe:
                     observe("prefill", None, None)
@@ -100,7 +101,7 @@ class Queue:
         while free:
             text = self._next_text()
             if text is None:
-                self.step.forget(free)
+                self.step.prefill.forget(free)
                 break
             prompt = self._place(text.request, free)
             free.remove(prompt.row)
@@ -109,15 +110,15 @@ class Queue:
     def _place(self, request: Request, free: list[int]) -> Prompt:
         """A request's prompt in a free row: the one that holds most of its first tokens. If another row holds more of
         them, or will, they are copied to the row that holds least."""
-        step, prefixes = self.step, self.step.prefixes
+        prefill, prefixes = self.step.prefill, self.step.prefill.prefixes
         row = min(free, key=lambda row: prefixes.held[row])
         prompt = Prompt(row, request.prompt, request.sampling)
-        if step.drafter.reuses:
-            common, shared = prefixes.shared(request.prompt, step.prefills_alone)
+        if self.step.drafter.reuses:
+            common, shared = prefixes.shared(request.prompt, prefill.alone)
             best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
             if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
                 prompt.row = of_free
-                token = step.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
+                token = prefill.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
                 self.begun += [] if token is None else [(prompt, token)]
                 return prompt
             if shared[best] >= REUSED_LEAST:
@@ -127,15 +128,15 @@ class Queue:
 
     def _copy_prefixes(self) -> None:
         """Copy the first tokens of prompts from the rows that hold them by now."""
-        prefixes = self.step.prefixes
+        prefixes = self.step.prefill.prefixes
         for prompt, _ in self.prompts:
             source = prompt.source
             if source is None or prefixes.held[source] < prompt.shared:
                 continue
             if prompt.shared == len(prompt.tokens) and not prefixes.read[source]:
                 continue
-            prompt.source = None
-            token = self.step.reuse(prompt, source, prompt.shared, min(prompt.common, int(prefixes.held[source])))
+            prompt.source, common = None, min(prompt.common, int(prefixes.held[source]))
+            token = self.step.prefill.reuse(prompt, source, prompt.shared, common)
             self.begun += [] if token is None else [(prompt, token)]
 
     def _next_text(self) -> Text | None:

@@ -160,7 +160,8 @@ class Runner:
         biases, segments = None, None
         if self.kernel and not self.on_cpu and observer is None:
             rows, starts, counts = zip(*parts, strict=True)
-            segments = Segments(*to_device([rows, starts, firsts[:-1], counts], target.device).unbind(), max(counts))
+            by_part = to_device([rows, starts, firsts[:-1], counts], target.device)
+            segments = Segments(by_part[0], by_part[1], by_part[2], by_part[3], max(counts))
         else:
             biases = {window: self._part_biases(chunk, window) for window in self.windows}
         positions, rows, tokens = (each[None] for each in (chunk.positions, chunk.rows, chunk.tokens))

@@ -10,8 +10,7 @@ host: it attends to the whole cache, masked by each row's length on the device. 
 one for each size, and the host launches the next step before it reads what the last one committed. Other steps attend
 only to the slots in use.
 
-Shape letters: B rows, b rows that begin, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, F
-features per token, V vocabulary.
+Shape letters: B rows, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
 """
 
 import os
@@ -25,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from draftsmith.inference.engine import prompts as prompting
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.prefixes import Prefixes
-from draftsmith.inference.engine.prompts import Prompt, next_chunk, to_device
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS, Prefill
+from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.request import Counts
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
@@ -40,13 +38,12 @@ from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.head_topk import head_argmax
-from draftsmith.kernels.linear import kernel_weight, prefill_products
+from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
-PREFILL_TOKENS = 16_384  # of prompts that run in one pass, while no text is decoded
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
 ReadCommitted = Callable[[], list[list[int]]]
@@ -109,8 +106,6 @@ class Step:
         width = target.hidden_size * (1 + len(self.captures))
         feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.prefixes = Prefixes(rows, capacity)
-        self.prompt_feature = torch.zeros_like(feature)  # of each row's prompt: that of its last token
         self.verifier = Verifier(mode, rows, target, drafter.branching)
         root, lengths = torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths
         noise = Noise(self.verifier.settings, lengths) if mode == "sample" else None
@@ -157,6 +152,7 @@ class Step:
         self.state.needs_acceptance = self.prunes_nodes
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
+        self.prefill = Prefill(self)
         drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
@@ -191,12 +187,6 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
-    @property
-    def prefills_alone(self) -> bool:
-        """Whether a prompt runs without others: where a text is a function of its request alone, and the bits of a row
-        do not depend on the other rows. Those of a prompt then do not either."""
-        return self.runner.bitwise and self.mode in ("greedy", "sample")
-
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[int]:
@@ -204,82 +194,12 @@ class Step:
         −1 where the target's logits are not finite."""
         waiting = [Prompt(*each) for each in zip(numbers, prompts, samplings, strict=True)]
         for prompt in waiting:
-            self.prefixes.begin(prompt.row, prompt.tokens)
+            self.prefill.prefixes.begin(prompt.row, prompt.tokens)
         first: dict[int, int] = {}
         while waiting:
-            first |= {prompt.row: token for prompt, token in self.prefill(waiting, PREFILL_TOKENS)}
+            first |= {prompt.row: token for prompt, token in self.prefill.run(waiting, PREFILL_TOKENS)}
             waiting = [prompt for prompt in waiting if prompt.left]
         return [first[number] for number in numbers]
-
-    @prefill_products()
-    def prefill(self, prompts: Sequence[Prompt], most: int) -> list[tuple[Prompt, int]]:
-        """Run the next chunk of prompts, as :func:`~draftsmith.inference.engine.prompts.next_chunk` makes it. Steps may
-        run between two chunks: what they write in these rows is behind what the cache holds of the prompts. Returns the
-        prompts whose texts begin now, with their first tokens; −1 where the target's logits are not finite."""
-        chunk = next_chunk(prompts, most, self.prefills_alone, self.device)
-        hidden, captured = self.runner.forward_prompts(chunk, self.captures)
-        features = joined_features(hidden, captured)[0]  # [T, F]
-        self.drafter.prefill(features, chunk)
-        ends = {part.row: (part.end, after - 1) for part, after in zip(chunk.parts, chunk.firsts[1:], strict=True)}
-        self.counts.prefill_passes += 1
-        self.counts.prefilled_tokens += len(features)
-        complete: list[Prompt] = []
-        for prompt in prompts:
-            if prompt.row in ends:
-                prompt.done = self.prefixes.held[prompt.row] = ends[prompt.row][0]
-                complete += [] if prompt.left else [prompt]
-        rows, lengths = to_device([[*ends], [end for end, _ in ends.values()]], self.device)
-        self.cache.lengths[rows] = lengths
-        if not complete:
-            return []
-        last = to_device([ends[prompt.row][1] for prompt in complete], self.device)
-        return [*zip(complete, self._begin(complete, features[last]), strict=True)]
-
-    def reuse(self, prompt: Prompt, source: int, count: int, common: int) -> int | None:
-        """Let a prompt begin with its first ``count`` tokens as row ``source`` holds them, which has ``common``, or
-        with as many as the drafter can. If they are all, the text begins: returns its first token, or −1 where the
-        logits are not finite."""
-        prefixes, whole = self.prefixes, count == len(prompt.tokens)
-        usable = self.drafter.reusable(source, common, int(prefixes.read[source] or prefixes.held[source]))
-        if not whole:
-            count = min(count, usable)
-            count -= count % prompting.PREFILL_CHUNK if self.prefills_alone else 0
-        elif not usable:
-            count = 0
-        if source == prompt.row:
-            prefixes.begin(prompt.row, prompt.tokens, count)
-        if not count:
-            return None
-        if source != prompt.row:
-            self.cache.copy_row(source, prompt.row, count)
-            prefixes.held[prompt.row] = count
-            # Steps then write behind the next token as well, whose keys a drafter may have copied, too.
-            self.cache.lengths[prompt.row] = count + 1
-        self.drafter.reuse(source, prompt.row, prompt.tokens[:count])
-        prompt.done = count
-        self.counts.reused_tokens += count
-        if not whole:
-            return None
-        self.cache.lengths[prompt.row] = count
-        return self._begin([prompt], self.prompt_feature[source : source + 1])[0]
-
-    def _begin(self, prompts: Sequence[Prompt], feature: Tensor) -> list[int]:
-        """Begin the texts of prompts that are prefilled, from the features ``[b, F]`` of their last tokens; returns
-        their first tokens."""
-        numbers = [prompt.row for prompt in prompts]
-        adjacent = numbers == [*range(numbers[0], numbers[0] + len(numbers))]
-        rows = slice(numbers[0], numbers[-1] + 1) if adjacent else to_device(numbers, self.device)
-        self.verifier.begin(rows, [prompt.tokens for prompt in prompts], [prompt.sampling for prompt in prompts])
-        self.drafter.begin(rows)
-        if self.budget:
-            self.budget.begin(rows)
-        self.state.feature[rows] = self.prompt_feature[rows] = feature
-        for prompt in prompts:
-            self.prefixes.read[prompt.row] = len(prompt.tokens)
-        logits = self.target.logits(feature[:, : self.target.hidden_size])
-        self.state.root[rows] = self.verifier.first_tokens(logits, rows, self.cache.lengths[rows])
-        self.active[rows] = True
-        return self.state.root[rows].tolist()
 
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
@@ -287,28 +207,16 @@ class Step:
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
-        self.prefixes.clear()
+        self.prefill.prefixes.clear()
         self.verifier.settings.clear_usage()
         for row in range(self.rows):
             self.drafter.end(row)
 
     def end(self, row: int, answer: Sequence[int] = ()) -> None:
-        """End the text in this row, see :meth:`Drafter.end`. ``answer``: its new tokens. What the cache holds of prompt
-        and answer is kept for a text that begins alike, and steps write behind it."""
+        """End the text in this row, see :meth:`Drafter.end`. ``answer``: its new tokens."""
         self.active[row], self.bounds[row] = False, None
-        held = self.prefixes.end(row, answer[:-1])  # the last token's keys and values need not be there
         self.drafter.end(row)
-        if self.drafter.reuses:
-            self.cache.lengths[row] = held
-        else:
-            self.forget([row])
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Keep nothing of the texts that ended in these rows, which then cost a step little."""
-        rows = [row for row in rows if self.prefixes.held[row]]
-        if rows:
-            self.prefixes.held[rows] = self.prefixes.coming[rows] = 0
-            self.cache.lengths[to_device(rows, self.device)] = 0
+        self.prefill.end(row, answer)
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""

@@ -39,6 +39,7 @@ from draftsmith.inference.engine import engine
 from draftsmith.inference.engine import prompts as prompting
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.engine.prefill import Prefill
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.static_budget import WHOLE
@@ -334,16 +335,16 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
 
 def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
     """Numbers of the rows whose prompts begin in one pass, added pass by pass."""
-    begun, prefill = [], Step.prefill
+    begun, run = [], Prefill.run
 
     def recorded(self, prompts, *arguments, **named):
         waiting = [prompt for prompt in prompts if not prompt.done]
-        found = prefill(self, prompts, *arguments, **named)
+        found = run(self, prompts, *arguments, **named)
         rows = [prompt.row for prompt in waiting if prompt.done]
         begun.extend([rows] if rows else [])
         return found
 
-    patch.setattr(Step, "prefill", recorded)
+    patch.setattr(Prefill, "run", recorded)
     return begun
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import lossless_suite as suite
 import pytest
 import torch
+from conversing import converse
 from draws import occurs
 from eagles import KINDS, TREES, fitted, untrained
 from kept_texts import KeepsTexts
@@ -144,6 +145,16 @@ def test_prompts_in_chunks(make_target, monkeypatch, chunk):
     drafter = Checked(fitted(target, make_target), target, TREES["sparse"])
     serve(target, drafter, count=6)
     assert (drafter.seen["later chunk"] > 0) == (chunk < 512)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_prompts_that_begin_with_a_text_before(make_target, kind, static):
+    """Neither the feature before the first token that is read nor the pairs of the others are asked for again."""
+    target = suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target, kind), target, TREES["sparse"])
+    *_, counts = converse(target, drafter, static=static)
+    assert counts.reused_tokens > counts.prefilled_tokens and drafter.seen["depth 2"]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "granite", "gpt2", "cohere", "phi3"])

@@ -13,6 +13,7 @@ from draftsmith.inference.engine import prompts as engine_prompts
 from draftsmith.inference.engine import queue as engine_queue
 from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.prefill import Prefill
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.engine.step import Step
@@ -133,15 +134,15 @@ def test_a_pass_of_prompts_has_so_many_tokens(written, monkeypatch, static):
     total = sum(map(len, PROMPTS))
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     decoder = SpeculativeDecoder(target, static=static)
-    events, prefill, launch = [], Step.prefill, Step.launch
+    events, run, launch = [], Prefill.run, Step.launch
 
-    def recorded(step, *arguments):
-        before = step.counts.prefilled_tokens
-        found = prefill(step, *arguments)
-        events.append(step.counts.prefilled_tokens - before)
+    def recorded(prefill, *arguments):
+        before = prefill.step.counts.prefilled_tokens
+        found = run(prefill, *arguments)
+        events.append(prefill.step.counts.prefilled_tokens - before)
         return found
 
-    monkeypatch.setattr(Step, "prefill", recorded)
+    monkeypatch.setattr(Prefill, "run", recorded)
     monkeypatch.setattr(Step, "launch", lambda *arguments: events.append("step") or launch(*arguments))
     for bound, chunk, passes in ((100, 512, [total]), (25, 512, [25, "step", total - 25]), (22, 3, None), (1, 1, None)):
         monkeypatch.setattr(engine_queue, "PREFILL_TOKENS", bound)

@@ -91,9 +91,7 @@ def test_samples_of_one_prompt_cost_one_prefill(make_target, monkeypatch, name, 
     for rows in (1, 3, 6):
         assert decoder.serve(requests, rows, mode="sample") == alone
         once = len(SYSTEM) + len(USERS[1])
-        assert decoder.counts.prefilled_tokens == once + (rows == 1) * len(SYSTEM), (
-            "in one row the other prompt is between"
-        )
+        assert decoder.counts.prefilled_tokens == once + (rows == 1) * len(SYSTEM), "the other is between"
     assert len({tuple(result.tokens) for result in alone}) > 3
 
 
