@@ -36,6 +36,7 @@ COMMANDS = {
     "roofline": ("--depth 3 --nodes 15", "shapes", 3, ("out.png", "out-itself.png")),
     "serving": ("HEADS ngram --prompts PROMPTS --device cpu --batches 1 3 --loads 0.5 --requests 5 --rounds 1 "
                 "--seconds 9 --max-new-tokens 8", "batches", 2, ("out.png",)),
+    "sequences": ("--target TARGET --device cpu --expansion 1 2 2 --contexts 9 20 --batches 2 --repeat 5", "rows", 2, ()),
     "step_times": ("--target TARGET --device cpu --contexts 9 --nodes 3 6 --heads 3 --repeat 3", "rows", 3,
                    ("out.png",)),
     "train_step": ("--shape tiny-lm --sequences 1 --tokens 24 --heads 2 --repeat 1 --projection shared --device cpu",
@@ -167,6 +168,16 @@ def check_unroll(report):
         assert max(row["errors"].values()) < 0.05
 
 
+def check_sequences(report):
+    for row in report["rows"]:
+        low, high = row["interval"]
+        assert (row["nodes"], row["rows_apart"], row["tokens_apart"]) == (8, 2 * 4, 4 * 4) and low <= row[
+            "ratio"
+        ] <= high
+        copies = 3 * row["context"] + 4 * 3  # of the prefix, and the nodes of each row, in slots beside the tree's
+        assert row["apart_memory"] / row["tree_memory"] == pytest.approx(copies / 7)
+
+
 def check_medusa_step(report):
     theirs, ours = report["results"].values()
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-2) and ours["step"] > ours["heads"] > 0
@@ -179,6 +190,7 @@ CHECKS = {
     "compressed speed": check_speed,
     "coupled": check_coupled,
     "medusa_step": check_medusa_step,
+    "sequences": check_sequences,
     "step_times": check_step,
     "train_step": check_train_step,
     "unroll": check_unroll,
@@ -195,7 +207,7 @@ REFUSED = [
     ("claims", "--list --small", "--small, --show and --seed need the NAME of a claim"),
     ("claims", "eagle-dynamic-tre", "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
     ("claims", "magicdec-speed", "magicdec-speed: awaits a GPU; --show prints its commands"),
-    ("claims", "specinfer-sequences", "specinfer-sequences: there is no decoder of separate sequences"),
+    ("claims", "specinfer-parallel", "specinfer-parallel: there is no tensor parallelism here"),
     ("compressed", "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 "
      "--drafts 40", "drafts of 40 tokens, 40 deep, have no room here"),
     ("kernel_times", "few_rows --rows 1 65", "have to be from 1 to 64"),
