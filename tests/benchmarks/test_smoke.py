@@ -36,7 +36,8 @@ COMMANDS = {
     "roofline": ("--depth 3 --nodes 15", "shapes", 3, ("out.png", "out-itself.png")),
     "serving": ("HEADS ngram --prompts PROMPTS --device cpu --batches 1 3 --loads 0.5 --requests 5 --rounds 1 "
                 "--seconds 9 --max-new-tokens 8", "batches", 2, ("out.png",)),
-    "sequences": ("--target TARGET --device cpu --expansion 1 2 2 --contexts 9 20 --batches 2 --repeat 5", "rows", 2, ()),
+    "sequences": ("--target TARGET --device cpu --expansion 1 2 2 --contexts 9 20 --batches 2 --repeat 5", "rows", 2,
+                  ()),
     "step_times": ("--target TARGET --device cpu --contexts 9 --nodes 3 6 --heads 3 --repeat 3", "rows", 3,
                    ("out.png",)),
     "train_step": ("--shape tiny-lm --sequences 1 --tokens 24 --heads 2 --repeat 1 --projection shared --device cpu",
