@@ -28,6 +28,7 @@ COMMANDS = {
                          "1 --entries 36 40 --new-tokens 8 --drafters ngram", "rows", 2 * (2 * 2 * 2 + 1), ()),
     "compressed selection": ("selection TARGET --device cpu --contexts 64 --batch-sizes 1 3 --entries 36 40 "
                              "--new-tokens 8", "rows", 2 * 2 * 2, ()),
+    "clusters": ("--target TARGET --clusters 8 --sample 40 --device cpu", "methods", 4, ()),
     "data_wait": ("--shape tiny-lm --tokens 32 --steps 3 --milliseconds 1 --workers 0 1 --device cpu", "results", 4,
                   ()),
     "kernel_times": ("shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60", "rows", 2 * 5, ()),
@@ -114,6 +115,14 @@ def check_budget(report):
         assert all(speed["speedup"] > 0 for speed in row["speeds"].values())
 
 
+def check_clusters(report):
+    balanced = report["methods"]["draftsmith, balanced"]["seeds"]
+    assert all(row["largest_over_mean"] <= 2 for row in balanced)
+    for method in report["methods"].values():
+        assert -1 <= method["adjusted_rand_index"] <= 1
+        assert all(0 < row["mean_cosine"] <= 1 and -1 <= row["silhouette"] <= 1 for row in method["seeds"])
+
+
 def check_coupled(report):
     for row, methods in zip(report["rows"], (1, 4), strict=True):
         assert len(row["methods"]) == methods and row["nodes"] == 5, "at T = 0 they are one"
@@ -189,6 +198,7 @@ CHECKS = {
     "budget": check_budget,
     "compressed acceptance": check_acceptance,
     "compressed speed": check_speed,
+    "clusters": check_clusters,
     "coupled": check_coupled,
     "medusa_step": check_medusa_step,
     "sequences": check_sequences,
