@@ -60,9 +60,9 @@ def methods(unit: torch.Tensor, clusters: int) -> dict[str, Labels]:
     return {
         "draftsmith": own(None),
         "draftsmith, balanced": own(2.0),
-        "MiniBatchKMeans": lambda seed: MiniBatchKMeans(
-            clusters, batch_size=16_384, random_state=seed, n_init=1
-        ).fit_predict(rows),
+        "MiniBatchKMeans": lambda seed: MiniBatchKMeans(clusters, batch_size=16_384, random_state=seed).fit_predict(
+            rows
+        ),
         "KMeans": lambda seed: KMeans(clusters, random_state=seed).fit_predict(rows),
     }
 
