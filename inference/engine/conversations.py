@@ -43,7 +43,8 @@ def serve_conversations(
     mode: Mode = "greedy",
     max_length: int,
 ) -> None:
-    """Decode conversations, ``batch_size`` at a time, by :meth:`SpeculativeDecoder.serve`.
+    """Decode conversations, ``batch_size`` at a time, by :meth:`SpeculativeDecoder.serve`. A next request continues in
+    the row of the last one: where its prompt begins with the same tokens, only the rest is run.
 
     Args:
         conversations: taken one by one as rows get free.

@@ -160,7 +160,9 @@ class Runner:
         biases, segments = None, None
         if self.kernel and not self.on_cpu and observer is None:
             rows, starts, counts = zip(*parts, strict=True)
-            by_part = to_device([rows, starts, firsts[:-1], counts], target.device)
+            # An even number of each: whether addresses are multiples of 16 bytes is part of a kernel's key.
+            each = [[*values, 0][: len(parts) + len(parts) % 2] for values in (rows, starts, firsts[:-1], counts)]
+            by_part = to_device(each, target.device)[:, : len(parts)]
             segments = Segments(by_part[0], by_part[1], by_part[2], by_part[3], max(counts))
         else:
             biases = {window: self._part_biases(chunk, window) for window in self.windows}
