@@ -59,6 +59,7 @@ class Queue:
     def fill(self, observe: Observe | None) -> None:
         """Take requests into free rows, and prefill their prompts, until a step is due: after as many tokens as
         ``refill`` chunks have; while no text is decoded, when one is."""
+        self._copy_prefixes()  # before rows that have become free are taken
         self._take_requests()
         counts, left = self.step.counts, PREFILL_TOKENS
         if self.decoding:

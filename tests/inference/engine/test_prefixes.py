@@ -1,11 +1,13 @@
 """What the cache holds of a prompt already is not run again: the turns of a conversation, a common beginning, samples
 of one prompt. The texts, and the steps they take, are those without reuse."""
 
+import random
+
 import pytest
 import torch
 from conversing import NONE, SYSTEM, USERS, converse
 from eagles import fitted
-from lossless_suite import phrases
+from lossless_suite import phrases, plain_texts
 from tiny_models import noisy_heads, perturbed
 
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
@@ -115,6 +117,28 @@ def test_where_prompts_run_alone_whole_chunks_are_reused(make_target, monkeypatc
         for ours, own in zip(together._step.cache.of_row(row, 0, 24), alone._step.cache.of_row(0, 0, 24), strict=True):
             end = len(request.prompt)
             assert torch.equal(ours[..., :end, :], own[..., :end, :])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["plain", "merged"])
+def test_prompts_in_any_order(make_target, monkeypatch, name, static):
+    """Few beginnings in many requests, texts that end at once or late, prompts of many chunks: rows change their texts
+    while others wait to copy from them."""
+    target = phrases(make_target)
+    drafter, _ = make(name, target, make_target)
+    rng = random.Random(5)
+    begins = [[rng.randrange(61) for _ in range(20)] for _ in range(3)]
+    prompts = [rng.choice(begins)[: rng.randrange(1, 21)] + begins[0][: rng.randrange(6)] for _ in range(40)]
+    requests = [Request(prompt, rng.choice([0, 1, 2, 5, 12]), stop_ids=NONE) for prompt in prompts]
+    expected = plain_texts(target, requests)
+    monkeypatch.setattr(queue, "REUSED_LEAST", 1)
+    monkeypatch.setattr(Runner, "bitwise", False)
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    for chunk, rows in ((2, 4), (3, 7), (512, 3)):
+        monkeypatch.setattr(prompting, "PREFILL_CHUNK", chunk)
+        found = decoder.serve(requests, rows)
+        assert [result.tokens for result in found] == expected, (chunk, rows)
+        assert decoder.counts.reused_tokens > 100
 
 
 def test_a_free_row_that_nothing_waits_for_costs_a_step_nothing(make_target):
