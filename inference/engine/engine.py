@@ -94,7 +94,7 @@ class SpeculativeDecoder:
         stop_strings: Sequence[str] = (),
         max_draft_nodes: int | None = None,
         batch_size: int | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
         observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
@@ -135,7 +135,7 @@ class SpeculativeDecoder:
         mode: Mode = "greedy",
         max_length: int | None = None,
         refill: int = 1,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
         observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
@@ -151,7 +151,8 @@ class SpeculativeDecoder:
                 at once to compute it.
             refill: number of free rows for which new requests wait while others are decoded, to begin together: many
                 prompts in one forward pass take far less time on a GPU than one after the other.
-            on_tokens: called with (number of the request, its newly committed tokens) after each step.
+            on_tokens: called with (number of the request, its newly committed tokens) after each step. If it returns
+                False, the text ends with these tokens, and its row is free.
             on_step: called with (number of the request, its result so far) after each step.
             observe: called after each phase of a step, see :data:`~draftsmith.inference.engine.step.Observe`.
             on_end: called with (number of the request, its result) when it has ended.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.inference.engine.request import Generation, Request, checked_length
 from draftsmith.inference.engine.step import Observe, Step
-from draftsmith.inference.engine.text import stop_string_end
+from draftsmith.inference.engine.text import StopStrings
 
 PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
 
@@ -29,7 +29,7 @@ class Queue:
     step: Step
     waiting: Iterator[Request]
     max_length: int
-    on_tokens: Callable[[int, list[int]], None] | None
+    on_tokens: Callable[[int, list[int]], bool | None] | None
     on_step: Callable[[int, Generation], None] | None
     on_end: Callable[[int, Generation], None] | None
     refill: int = 1
@@ -37,6 +37,7 @@ class Queue:
 
     def __post_init__(self) -> None:
         self.texts: list[Text | None] = [None] * self.step.rows
+        self.stop_strings = StopStrings(self.step.target.tokenizer)
         self.step.reset()
 
     @property
@@ -134,7 +135,7 @@ class Queue:
         before = len(result.tokens)
         result.tokens += new
         if request.stop_strings:
-            end = stop_string_end(self.step.target.tokenizer, result.tokens, before, request.stop_strings)
+            end = self.stop_strings.end(result.tokens, before, request.stop_strings)
             if end:
                 del result.tokens[end:]
                 new = result.tokens[before:]
@@ -144,8 +145,8 @@ class Queue:
             result.accepted.append(len(new))
         if not result.finish_reason and len(result.tokens) >= text.limit:
             result.finish_reason = "length" if text.limit == request.max_new_tokens else "context"
-        if self.on_tokens:
-            self.on_tokens(text.number, list(new))
+        if self.on_tokens and self.on_tokens(text.number, list(new)) is False and not result.finish_reason:
+            result.finish_reason = "cancelled"
         if self.on_step:
             self.on_step(text.number, result)
         if result.finish_reason:
