@@ -14,7 +14,7 @@ import torch
 from draftsmith.common.command import counted
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.queue import Queue, Text
-from draftsmith.inference.engine.request import Generation, Request, checked_length, is_whole
+from draftsmith.inference.engine.request import Counts, Generation, Request, checked_length, is_whole
 from draftsmith.inference.engine.runner import check_same_bits, engine_attention, find_lean
 from draftsmith.inference.engine.step import Observe, ReadCommitted, Step, capacity_for, on_device, static_by_default
 from draftsmith.inference.verify.sampling import Sampling
@@ -72,6 +72,11 @@ class SpeculativeDecoder:
     def rows(self) -> int:
         """Texts of the last call's steps; 0 before the first call."""
         return self._step.rows if self._step else 0
+
+    @property
+    def counts(self) -> Counts:
+        """What the last call ran so far."""
+        return self._step.counts if self._step else Counts()
 
     @property
     def bitwise(self) -> bool:
@@ -191,6 +196,7 @@ class SpeculativeDecoder:
                         read, texts, nodes = launched.popleft()
                         queue.take(read(), texts, nodes)
                         queue.fill(observe)
+                    step.counts.steps += 1
                     if observe:
                         observe("other", None, None)
             except FloatingPointError:

@@ -96,7 +96,9 @@ class Queue:
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
-            if text is not None and not text.result.finish_reason:
+            if text is None or text.result.finish_reason:
+                self.step.counts.idle_row_steps += 1
+            else:
                 count = values[0]
                 if count < 0:
                     raise self._not_finite(text)

@@ -81,6 +81,24 @@ class Generation:
         return stream.add(answer_tokens(target, self.tokens)) + stream.end()
 
 
+@dataclass
+class Counts:
+    """What a call of the engine ran.
+
+    steps: steps of the batch.
+    prefill_passes: forward passes of prompts, of as many prompts each as begin together.
+    prefilled_tokens: tokens of prompts that were run, without padding.
+    reused_tokens: tokens of prompts whose keys and values were in the cache already.
+    idle_row_steps: rows of steps, summed over the steps, in which no text was being decoded.
+    """
+
+    steps: int = 0
+    prefill_passes: int = 0
+    prefilled_tokens: int = 0
+    reused_tokens: int = 0
+    idle_row_steps: int = 0
+
+
 def checked_length(request: Request, number: int, target: Target) -> int:
     """Tokens of a request's prompt and answer, by the ``number`` it has, from 0. Raises ValueError: it is not valid."""
     where, context, vocabulary = f"prompt {number + 1}", target.context, target.vocab_size

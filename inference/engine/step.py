@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
+from draftsmith.inference.engine.request import Counts
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
 from draftsmith.inference.engine.static_budget import ROOT, WHOLE, ExpectedTokens, StaticBudget, StepSize, node_counts
 from draftsmith.inference.verify.sampling import Noise, Sampling
@@ -97,6 +98,7 @@ class Step:
         device = self.device = target.device  # transformers finds it by a walk over the modules: once
         self.target, self.drafter, self.mode = target, drafter, mode
         self.rows, self.capacity, self.static = rows, capacity, static
+        self.counts = Counts()
         self.cache = KVCache(target, rows, capacity)
         self.runner = Runner(target, self.cache, static, lean)
         self.captures = tuple(drafter.captures)
@@ -198,6 +200,7 @@ class Step:
             self.budget.begin(rows)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         longest = max(map(len, prompts))
+        self.counts.prefilled_tokens += sum(map(len, prompts))
         padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         feature = self.state.feature[rows]
         for start in range(0, longest, PREFILL_CHUNK):
@@ -206,6 +209,7 @@ class Step:
             with cache.only(rows, start + count):
                 features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
             self.drafter.prefill(features, tokens, start, rows)
+            self.counts.prefill_passes += 1
             last = lengths - 1 - start  # of each prompt, within this chunk
             at_last = last.clamp(0, count - 1)[:, None, None].expand(-1, 1, features.shape[2])
             ends_here = (last >= 0) & (last < count)
@@ -219,6 +223,7 @@ class Step:
 
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
+        self.counts = Counts()
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
