@@ -92,7 +92,7 @@ class KVCache(Cache):
                     "batch size, or shorter texts"
                 )
         super().__init__(layers=[_Layer(self) for _ in places])
-        self.rows, self.capacity, self.seen = rows, capacity, 0
+        self.rows, self.capacity, self.seen = rows, capacity, 0  # rows: that passes run on, see run_on
         self.positions = positions or capacity
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -105,7 +105,18 @@ class KVCache(Cache):
             shape = len(numbers), 2, rows, heads, capacity, width
             storages.append(torch.zeros(shape, dtype=dtype, device=layer_device))
             self._numbers.append(numbers)
+        self._whole = storages
         self._use(storages)
+
+    def run_on(self, rows: int) -> None:
+        """Run forward passes on the first ``rows`` rows alone, from now on; the caller sets ``lengths``."""
+        self.rows = rows
+        self._use([storage[:, :, :rows] for storage in self._whole])
+
+    def move(self, source: int, to: int, slots: int) -> None:
+        """Copy the first ``slots`` slots of a row to another row, in every layer."""
+        for storage in self._whole:
+            storage[:, :, to, :, :slots] = storage[:, :, source, :, :slots]
 
     def _use(self, storages: list[Tensor]) -> None:
         """Read and write these storages, ``[layers, 2, B, Hkv, S, D]`` each, from now on."""

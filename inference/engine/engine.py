@@ -84,7 +84,7 @@ class SpeculativeDecoder:
         decoding, without near-ties: the lean decoder by kernels/cpu.cpp, unless the last call's steps had more rows
         than the LM head's product of our own takes."""
         lean = find_lean(self.target, self.lean)
-        rows = self._step.cache.rows * self.drafter.num_nodes if self._step else 1
+        rows = self._step.rows * self.drafter.num_nodes if self._step else 1
         few = rows <= MOST_ON_CPU or self.target.device.type != "cpu"
         return isinstance(lean, LeanDecoder) and not lean.rows_differ and few
 
@@ -191,7 +191,7 @@ class SpeculativeDecoder:
             try:
                 queue.fill(observe)
                 while queue.busy:
-                    launched.append((step.launch(observe), list(queue.texts), step.nodes))
+                    launched.append((step.launch(observe), queue.texts[: step.running], step.nodes))
                     if len(launched) > step.static:  # a static step is read while the next one runs
                         read, texts, nodes = launched.popleft()
                         queue.take(read(), texts, nodes)

@@ -9,6 +9,9 @@ from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import StopStrings
 
 PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
+# Rows that a step on a GPU has at least. With fewer it takes as long, since it waits for the weights, and each number
+# of rows is another graph to capture.
+FEWEST_ON_GPU = 32
 
 
 @dataclass
@@ -18,6 +21,7 @@ class Text:
     number: int
     request: Request
     limit: int
+    row: int = -1  # of the batch
     result: Generation = field(default_factory=Generation)
     began: float = field(default_factory=time.perf_counter)
 
@@ -37,6 +41,7 @@ class Queue:
 
     def __post_init__(self) -> None:
         self.texts: list[Text | None] = [None] * self.step.rows
+        self.exhausted = False  # no request waited when one was last asked for
         self.stop_strings = StopStrings(self.step.target.tokenizer)
         self.step.reset()
 
@@ -48,6 +53,27 @@ class Queue:
         """Begin requests in free rows, until no row is free or no request waits; not before ``refill`` rows are."""
         if self.busy and self.texts.count(None) < self.refill:
             return
+        self._begin_texts(observe)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Once no request waits, run steps on as few rows as hold the texts, a power of two. Texts in the other rows
+        move."""
+        step, count = self.step, len(self.texts) - self.texts.count(None)
+        fewest = FEWEST_ON_GPU if step.device.type == "cuda" else 1
+        rows = max(fewest, 1 << (count - 1).bit_length()) if count else step.running
+        if not self.exhausted or step.drafter.keeps_rows or rows >= step.running:
+            return
+        free = (row for row in range(rows) if self.texts[row] is None)
+        for text in self.texts[rows : step.running]:
+            if text is not None:
+                held = len(text.request.prompt) + len(text.result.tokens)
+                source, text.row = text.row, next(free)
+                step.move(source, text.row, held + 2 * (step.drafter.max_depth + 1))
+                self.texts[text.row], self.texts[source] = text, None
+        step.run_on(rows)
+
+    def _begin_texts(self, observe: Observe | None) -> None:
         while new := self._next_texts():
             rows, requests = [row for row, _ in new], [text.request for _, text in new]
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests])
@@ -57,7 +83,7 @@ class Queue:
                 if token < 0:
                     raise self._not_finite(text)
                 self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-                self._add(row, text, [token], [0], step=False)
+                self._add(text, [token], [0], step=False)
 
     def _next_texts(self) -> list[tuple[int, Text]]:
         """Rows and texts of new requests, for free rows, until they make :data:`PREFILL_TOKENS`, padded. One at a time
@@ -70,6 +96,7 @@ class Queue:
             if new and (alone or longest * len(new) >= PREFILL_TOKENS):
                 break
             request = next(self.waiting, None)
+            self.exhausted = request is None
             if request is None:
                 break
             number = len(self.results)
@@ -84,7 +111,7 @@ class Queue:
                     f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
                     "coupled sampling, unless all nodes are asked for; leave it out"
                 )
-            text = Text(number, request, length - len(request.prompt))
+            text = Text(number, request, length - len(request.prompt), row)
             text.result.source = self.step.target, request.stop_strings
             self.results.append(text.result)
             new.append((row, text))
@@ -95,7 +122,7 @@ class Queue:
         """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources
-        for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
+        for values, text in zip(committed, texts, strict=True):
             if text is None or text.result.finish_reason:
                 self.step.counts.idle_row_steps += 1
             else:
@@ -103,7 +130,7 @@ class Queue:
                 if count < 0:
                     raise self._not_finite(text)
                 drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
-                kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
+                kept = self._add(text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
                 if sources:
                     self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
                 else:
@@ -124,7 +151,7 @@ class Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, row: int, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
+    def _add(self, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
         """Append tokens and their ``drafted_by``, trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
@@ -153,8 +180,8 @@ class Queue:
             self.on_step(text.number, result)
         if result.finish_reason:
             result.seconds = time.perf_counter() - text.began
-            self.texts[row] = None
-            self.step.end(row)
+            self.texts[text.row] = None
+            self.step.end(text.row)
             if self.on_end:
                 self.on_end(text.number, result)
         return len(new)

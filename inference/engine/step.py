@@ -157,10 +157,18 @@ class Step:
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
         self.nodes = 0  # of the trees of the step last launched
+        self.running = rows  # rows that steps run on, the first ones
+        self._by_row: tuple[tuple[object, Sequence[str]], ...] = (
+            (self, ("active", "zeros", "ones", "committed", "counts_and_tokens", "tokens", "by_source", "expected")),
+            (self.state, ("root", "length", "feature", "active", "step")),
+            (self.cache, ("lengths",)),
+            (self.verifier, ("step", "seen", "settings")),
+        )
+        self._whole: list[tuple[object, str, Any]] = []  # these buffers of all rows, while fewer run
         self.choice = WHOLE  # what the next static step drafts
-        # By the verifier's key and what is drafted, with the number of nodes. Graphs share their memory: one is
-        # replayed at a time, and what is read afterwards is not part of it.
-        self._graphs: dict[tuple[tuple[bool, ...], StepSize], tuple[torch.cuda.CUDAGraph, int]] = {}
+        # By the verifier's key, what is drafted and the rows, with the number of nodes. Graphs share their memory: one
+        # is replayed at a time, and what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[bool, ...], StepSize, int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -191,6 +199,7 @@ class Step:
     ) -> list[int]:
         """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
         of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
+        self.run_on(self.rows)
         device, cache = self.device, self.cache
         adjacent = numbers[-1] - numbers[0] < len(numbers)
         rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
@@ -224,6 +233,7 @@ class Step:
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
         self.counts = Counts()
+        self.run_on(self.rows)
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
@@ -236,6 +246,35 @@ class Step:
         self.active[row], self.bounds[row] = False, None
         self.cache.lengths[row] = 0
         self.drafter.end(row)
+
+    def run_on(self, rows: int) -> None:
+        """Run steps on the first ``rows`` rows alone, from now on, by views of the buffers; on all rows with a drafter
+        that keeps state by row."""
+        if rows == self.running:
+            return
+        assert not self.drafter.keeps_rows
+        for owner, name, whole in self._whole:
+            setattr(owner, name, whole)
+        owned = [(owner, name, getattr(owner, name)) for owner, names in self._by_row for name in names]
+        self._whole = [each for each in owned if each[2] is not None] if rows < self.rows else []
+        for owner, name, whole in self._whole:
+            setattr(owner, name, whole[:rows])
+        self.running = rows
+        self.cache.run_on(rows)
+        settings = self.verifier.settings
+        self.state.settings = settings if self.mode == "mss" else None
+        self.state.noise = Noise(settings, self.cache.lengths) if self.mode == "sample" else None
+
+    def move(self, source: int, to: int, slots: int) -> None:
+        """Move the text in a row to a free row; ``slots``: of its tokens, and of those that a step adds."""
+        self.cache.move(source, to, min(slots, self.capacity))
+        verifier, state = self.verifier, self.state
+        verifier.settings.move(source, to)
+        for buffer in (self.cache.lengths, state.root, state.feature, verifier.step, verifier.seen, self.active):
+            if buffer is not None:
+                buffer[to] = buffer[source]
+        self.bounds[to] = self.bounds[source]
+        self.end(source)
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
@@ -362,7 +401,7 @@ class Step:
         if self.num_sources and count == 1:
             self.by_source.zero_()
         elif alone is not None:
-            fixed, by_nodes = (each.expand(self.rows, -1) for each in self.of_source[alone])
+            fixed, by_nodes = (each.expand(self.running, -1) for each in self.of_source[alone])
             if tree.static is not None:  # all are valid
                 torch.add(fixed, by_nodes, alpha=count, out=self.by_source)
             else:
@@ -403,7 +442,7 @@ class Step:
             committed = record(self.committed.tolist())
             return lambda: committed
         self._host.reverse()
-        host, done = self._host[0], torch.cuda.Event()
+        host, done = self._host[0][: self.running], torch.cuda.Event()
         host.copy_(self.committed, non_blocking=True)
         done.record(torch.cuda.current_stream(self.device))
 
@@ -429,7 +468,7 @@ class Step:
     def advance(self, clock: Clock | None = None) -> Callable[[], float] | None:
         """Run a step, or replay its graph, which is captured first where there is none. With a clock, returns a
         function for the seconds that it took; None for a step on a GPU that no graph could hold."""
-        key, step = (self.verifier.graph_key, self.choice), self.run
+        key, step = (self.verifier.graph_key, self.choice, self.running), self.run
         if not (self.eager or (key not in self._graphs and not self._capture())):
             graph, self.nodes = self._graphs[key]
             step = graph.replay
@@ -483,5 +522,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.choice] = graph, self.nodes
+            self._graphs[self.verifier.graph_key, self.choice, self.running] = graph, self.nodes
         return captured
