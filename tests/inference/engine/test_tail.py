@@ -72,7 +72,7 @@ def test_a_moved_text_has_the_same_keys_and_values(target):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_later_requests_take_the_other_rows_again(target, run_on, static):
-    """A queue that was empty goes on: three requests arrive when a text ends, while another one, which moved, goes on."""
+    """A queue that was empty goes on: three requests arrive when a text ends, while one that moved goes on."""
     every, arrived = requests(), deque([0, 2, 1, 10, 6])
 
     class Arrivals:
