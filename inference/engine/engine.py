@@ -88,6 +88,12 @@ class SpeculativeDecoder:
         few = rows <= MOST_ON_CPU or self.target.device.type != "cpu"
         return isinstance(lean, LeanDecoder) and not lean.rows_differ and few
 
+    def capacity(self, max_length: int) -> int:
+        """Slots of a row of the cache for texts of up to ``max_length`` tokens, rounded up for static steps, so that a
+        later call can reuse captured graphs."""
+        granule = CACHE_GRANULE if self.static else 1
+        return -(-capacity_for(max_length, self.drafter) // granule) * granule
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -182,7 +188,7 @@ class SpeculativeDecoder:
             max_length = max((checked_length(request, n, self.target) for n, request in enumerate(requests)), default=0)
         if not batch_size:
             return []
-        capacity = capacity_for(max_length, self.drafter)
+        capacity = self.capacity(max_length)
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
@@ -215,9 +221,6 @@ class SpeculativeDecoder:
             if step is not None:
                 self._step = step = None
                 gc.collect()  # a cache and its layers refer to each other; this frees its memory
-            if self.static:
-                # Rounded up, so that the next call can reuse captured graphs.
-                capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
             options: dict[str, Any] = {"static": self.static, "lean": self.lean}
             self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step
