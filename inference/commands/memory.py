@@ -19,9 +19,8 @@ from draftsmith.models.tokenizer import load_tokenizer
 
 _ROOM = 64  # slots of a row beyond its text: a token tree's
 # Rows of a batch, at most, if their number is not given. A product of B rows does B floating-point operations for each
-# byte of 16-bit weights that it reads. In that time an H200 can do 206 by its data sheet (989e12 / 4.8e12), an H100 295.
-# With more rows arithmetic takes the time, which grows with them; 512 are more
-# than either. A CPU gets there with few rows.
+# byte of 16-bit weights that it reads. By its data sheet, an H200 can do 206 in that time (989e12 / 4.8e12), an H100
+# 295. With more rows arithmetic takes the time, which grows with them. A CPU gets there with few rows.
 MOST_ROWS = {"cuda": 512, "cpu": 32}
 
 
