@@ -69,9 +69,9 @@ class Queue:
             if text is not None:
                 held = len(text.request.prompt) + len(text.result.tokens)
                 source, text.row = text.row, next(free)
-                step.move(source, text.row, held + 2 * (step.drafter.max_depth + 1))
+                step.first_rows.move(source, text.row, held + 2 * (step.drafter.max_depth + 1))
                 self.texts[text.row], self.texts[source] = text, None
-        step.run_on(rows)
+        step.first_rows.use(rows)
 
     def _begin_texts(self, observe: Observe | None) -> None:
         while new := self._next_texts():

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.first_rows import FirstRows
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.request import Counts
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
@@ -157,14 +158,7 @@ class Step:
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
         self.nodes = 0  # of the trees of the step last launched
-        self.running = rows  # rows that steps run on, the first ones
-        self._by_row: tuple[tuple[object, Sequence[str]], ...] = (
-            (self, ("active", "zeros", "ones", "committed", "counts_and_tokens", "tokens", "by_source", "expected")),
-            (self.state, ("root", "length", "feature", "active", "step")),
-            (self.cache, ("lengths",)),
-            (self.verifier, ("step", "seen", "settings")),
-        )
-        self._whole: list[tuple[object, str, Any]] = []  # these buffers of all rows, while fewer run
+        self.first_rows = FirstRows(self)
         self.choice = WHOLE  # what the next static step drafts
         # By the verifier's key, what is drafted and the rows, with the number of nodes. Graphs share their memory: one
         # is replayed at a time, and what is read afterwards is not part of it.
@@ -177,6 +171,11 @@ class Step:
     def prunes_nodes(self) -> bool:
         """Whether steps choose how many nodes they verify."""
         return self.budget is not None or self.static_budget is not None
+
+    @property
+    def running(self) -> int:
+        """Number of rows that steps run on, the first ones."""
+        return self.cache.rows
 
     @property
     def owns_drafter(self) -> bool:
@@ -199,7 +198,7 @@ class Step:
     ) -> list[int]:
         """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
         of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
-        self.run_on(self.rows)
+        self.first_rows.use(self.rows)
         device, cache = self.device, self.cache
         adjacent = numbers[-1] - numbers[0] < len(numbers)
         rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
@@ -233,7 +232,7 @@ class Step:
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
         self.counts = Counts()
-        self.run_on(self.rows)
+        self.first_rows.use(self.rows)
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
@@ -246,35 +245,6 @@ class Step:
         self.active[row], self.bounds[row] = False, None
         self.cache.lengths[row] = 0
         self.drafter.end(row)
-
-    def run_on(self, rows: int) -> None:
-        """Run steps on the first ``rows`` rows alone, from now on, by views of the buffers; on all rows with a drafter
-        that keeps state by row."""
-        if rows == self.running:
-            return
-        assert not self.drafter.keeps_rows
-        for owner, name, whole in self._whole:
-            setattr(owner, name, whole)
-        owned = [(owner, name, getattr(owner, name)) for owner, names in self._by_row for name in names]
-        self._whole = [each for each in owned if each[2] is not None] if rows < self.rows else []
-        for owner, name, whole in self._whole:
-            setattr(owner, name, whole[:rows])
-        self.running = rows
-        self.cache.run_on(rows)
-        settings = self.verifier.settings
-        self.state.settings = settings if self.mode == "mss" else None
-        self.state.noise = Noise(settings, self.cache.lengths) if self.mode == "sample" else None
-
-    def move(self, source: int, to: int, slots: int) -> None:
-        """Move the text in a row to a free row; ``slots``: of its tokens, and of those that a step adds."""
-        self.cache.move(source, to, min(slots, self.capacity))
-        verifier, state = self.verifier, self.state
-        verifier.settings.move(source, to)
-        for buffer in (self.cache.lengths, state.root, state.feature, verifier.step, verifier.seen, self.active):
-            if buffer is not None:
-                buffer[to] = buffer[source]
-        self.bounds[to] = self.bounds[source]
-        self.end(source)
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""
