@@ -34,8 +34,8 @@ same times, as many at once as the engine has rows, so that it is measured as we
 parameter, so that none is the server's default. Its τ is not known here; its texts are compared where it returns token
 ids, as vLLM does.
 
-The engine reads a chunk of new prompts while the other rows wait, and a step computes all rows, occupied or not: both
-are in the figures.
+The engine reads a chunk of new prompts while the other rows wait, and a step with a drafter computes all rows, occupied
+or not: both are in the figures.
 """
 
 import argparse

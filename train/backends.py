@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.common.command import available_cores
+from draftsmith.common.command import available_cores, counted
 from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Answer, Server, in_threads, not_sent_line
 from draftsmith.data.formats import TokenIds
 from draftsmith.data.rows import UnusableRow
 from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
+from draftsmith.inference.commands.memory import rows_that_fit
+from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
@@ -65,7 +67,7 @@ def by_engine(
     end: Callable[[Conversation], None],
     facts: dict[str, Any],
 ) -> None:
-    """Answers of our own engine, ``engine.batch_size`` conversations at a time."""
+    """Answers of our own engine, ``engine.batch_size`` conversations at a time; the fact of that name says how many."""
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
     torch.set_num_threads(e.threads or available_cores())
@@ -133,7 +135,13 @@ def by_engine(
     decoder = SpeculativeDecoder(target, drafter)
     # The user's turns are sampled in either mode; greedy answers in the same batch have temperature 0.
     mode = "sample" if recipe.self_talk or recipe.data.written else d.mode
-    serve_conversations(decoder, conversations, next_request, on_answer, e.batch_size, mode=mode, max_length=longest)
+    rows = e.batch_size
+    if rows == "auto":
+        rows, each = rows_that_fit(decoder, e.drafter, longest)
+        free = f"{free_bytes(target.device) / 1e9:.1f} GB free on {target.device}"
+        console.print(f"{counted(rows, 'conversation')} at once, of {each / 1e6:.1f} MB each, {free}", markup=False)
+    facts["batch_size"] = rows
+    serve_conversations(decoder, conversations, next_request, on_answer, rows, mode=mode, max_length=longest)
 
 
 def by_endpoint(

@@ -23,10 +23,6 @@ _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops 
 _HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
 
 
-class _StoppedError(Exception):
-    """The user has pressed Ctrl-C during an answer."""
-
-
 @contextlib.contextmanager
 def _first_interrupt() -> Iterator[Callable[[], bool]]:
     """Inside, the first Ctrl-C only makes the yielded function return True; a second one interrupts at once."""
@@ -57,7 +53,7 @@ def stream(
     Returns:
         The result, and the seconds it took.
     """
-    target, result, written = decoder.target, Generation(), ""
+    target, written = decoder.target, ""
     text = TextStream(target.tokenizer, options.get("stop_strings", ()), target.stop_ids)
 
     def write(piece: str, drafted: int) -> None:
@@ -67,24 +63,22 @@ def stream(
 
     shown = 0
 
-    def show(_: int, so_far: Generation) -> None:
-        nonlocal result, shown
-        result = so_far
+    def show(_: int, result: Generation) -> None:
+        nonlocal shown
         for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=False):
             write(text.add([token]), drafted_by)
         shown = len(result.tokens)
-        if stopped and stopped():
-            raise _StoppedError
+
+    def goes_on(*_: object) -> bool:
+        return not (stopped and stopped())
 
     began = time.perf_counter()
-    try:
-        decoder.generate([prompt], on_step=show, **options)
-    except _StoppedError:
-        result.finish_reason = "Ctrl-C"
+    (result,) = decoder.generate([prompt], on_tokens=goes_on, on_step=show, **options)
     seconds = time.perf_counter() - began
     write(text.end(), 0)
     end_text(written)
-    console.print(f"{statistics_of([result], seconds)}, ended by {result.finish_reason}", style="dim", markup=False)
+    reason = "Ctrl-C" if result.finish_reason == "cancelled" else result.finish_reason
+    console.print(f"{statistics_of([result], seconds)}, ended by {reason}", style="dim", markup=False)
     return result, seconds
 
 

@@ -11,11 +11,17 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.cache import free_bytes
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.queue import PREFILL_TOKENS
 from draftsmith.models.files.locate import local_folder
-from draftsmith.models.sizes import Sizes, sizes_of
+from draftsmith.models.sizes import Sizes, kv_bytes, sizes_of
 from draftsmith.models.tokenizer import load_tokenizer
 
 _ROOM = 64  # slots of a row beyond its text: a token tree's
+# Rows of a batch, at most, if their number is not given. A product of B rows does B floating-point operations for each
+# byte of 16-bit weights that it reads. By its data sheet, an H200 can do 206 in that time (989e12 / 4.8e12), an H100
+# 295. With more rows arithmetic takes the time, which grows with them. A CPU gets there with few rows.
+MOST_ROWS = {"cuda": 512, "cpu": 32}
 
 
 def longest_text(target: str, prompts: Sequence[Prompt], new_tokens: int) -> int:
@@ -75,6 +81,29 @@ def check_memory(
         if whole and batch > most:
             raise ValueError(f"--batch-sizes {batch}: {said}; take smaller batches or shorter texts")
         console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+def rows_that_fit(decoder: SpeculativeDecoder, drafter: str, max_length: int) -> tuple[int, int]:
+    """How many texts of up to ``max_length`` tokens to decode at a time with the memory that the loaded weights have
+    left, at least 1 and at most :data:`MOST_ROWS`, and the bytes that each of them takes. They are computed:
+
+    - by row: keys and values of the target and of the drafter, by name ``drafter``, and twice, in a CUDA graph and
+      outside of it, what a step computes of a row's nodes;
+    - once: the keys and values and what a layer computes of prompts that begin together;
+    - a sixteenth of the memory and half a GB for libraries, and for what allocators round up.
+    """
+    target, nodes = decoder.target, decoder.drafter.num_nodes
+    size, width = target.dtype.itemsize, target.hidden_size
+    inner = getattr(target.config, "intermediate_size", None) or 4 * width
+    layer = (8 * width + 3 * inner) * size  # of a token: residual, norm, queries, attention and its output; the MLP's
+    features = (1 + len(decoder.drafter.captures)) * width * size
+    logits = 2 * target.vocab_size * (size + 4)  # the target's and a drafter's, and both in float32
+    sizes = Sizes(0, kv_bytes(target.kv_shapes, size), target.context)
+    options = {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type, "remote": True}
+    slots = decoder.capacity(max_length)
+    row = slots * sizes.token + _of_parts(drafter, sizes, slots, options)[1] + 2 * nodes * (layer + features + logits)
+    free = free_bytes(target.device) * 15 // 16 - (1 << 29) - PREFILL_TOKENS * (sizes.token + layer + features)
+    return max(1, min(free // row, MOST_ROWS[target.device.type])), row
 
 
 def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) -> tuple[int, int]:

@@ -95,7 +95,7 @@ class KVCache(Cache):
                     "batch size, or shorter texts"
                 )
         super().__init__(layers=[_Layer(self) for _ in places])
-        self.rows, self.capacity, self.seen = rows, capacity, 0
+        self.rows, self.capacity, self.seen = rows, capacity, 0  # rows: that passes run on, see run_on
         self.positions = positions or capacity
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -109,6 +109,16 @@ class KVCache(Cache):
             shape = len(numbers), 2, rows, heads, capacity, width
             storages.append(torch.zeros(shape, dtype=dtype, device=layer_device))
             self._numbers.append(numbers)
+        self._whole = storages
+        self._use(storages)
+
+    def run_on(self, rows: int) -> None:
+        """Run forward passes on the first ``rows`` rows alone, from now on; the caller sets ``lengths``."""
+        self.rows = rows
+        self._use([storage[:, :, :rows] for storage in self._whole])
+
+    def _use(self, storages: list[Tensor]) -> None:
+        """Read and write these storages, ``[layers, 2, B, Hkv, S, D]`` each, from now on."""
         self._storages = storages
         self._written = [list(storage.permute(0, 2, 4, 1, 3, 5).unbind(0)) for storage in storages]  # [B, S, 2, Hkv, D]
         for storage, numbers in zip(storages, self._numbers, strict=True):

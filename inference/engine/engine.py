@@ -84,9 +84,15 @@ class SpeculativeDecoder:
         decoding, without near-ties: the lean decoder by kernels/cpu.cpp, unless the last call's steps had more rows
         than the LM head's product of our own takes."""
         lean = find_lean(self.target, self.lean)
-        rows = self._step.cache.rows * self.drafter.num_nodes if self._step else 1
+        rows = self._step.rows * self.drafter.num_nodes if self._step else 1
         few = rows <= MOST_ON_CPU or self.target.device.type != "cpu"
         return isinstance(lean, LeanDecoder) and not lean.rows_differ and few
+
+    def capacity(self, max_length: int) -> int:
+        """Slots of a row of the cache for texts of up to ``max_length`` tokens, rounded up for static steps, so that a
+        later call can reuse captured graphs."""
+        granule = CACHE_GRANULE if self.static else 1
+        return -(-capacity_for(max_length, self.drafter) // granule) * granule
 
     def generate(
         self,
@@ -99,7 +105,7 @@ class SpeculativeDecoder:
         stop_strings: Sequence[str] = (),
         max_draft_nodes: int | None = None,
         batch_size: int | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
         observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
@@ -140,7 +146,7 @@ class SpeculativeDecoder:
         mode: Mode = "greedy",
         max_length: int | None = None,
         refill: int | None = None,
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
         observe: Observe | None = None,
         on_end: Callable[[int, Generation], None] | None = None,
@@ -157,7 +163,8 @@ class SpeculativeDecoder:
             refill: number of free rows for which new requests wait while others are decoded, 0.1 s at most, to begin
                 together: many prompts in one forward pass take far less time than one after the other. Left out, a
                 sixteenth of the rows. Between two steps, no more tokens of prompts are run than this many times 512.
-            on_tokens: called with (number of the request, its newly committed tokens) after each step.
+            on_tokens: called with (number of the request, its newly committed tokens) after each step. If it returns
+                False, the text ends with these tokens, and its row is free.
             on_step: called with (number of the request, its result so far) after each step.
             observe: called after each phase of a step, see :data:`~draftsmith.inference.engine.step.Observe`.
             on_end: called with (number of the request, its result) when it has ended.
@@ -182,7 +189,7 @@ class SpeculativeDecoder:
             max_length = max((checked_length(request, n, self.target) for n, request in enumerate(requests)), default=0)
         if not batch_size:
             return []
-        capacity = capacity_for(max_length, self.drafter)
+        capacity = self.capacity(max_length)
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
@@ -192,7 +199,7 @@ class SpeculativeDecoder:
             try:
                 queue.fill(observe)
                 while queue.busy:
-                    launched.append((step.launch(observe), list(queue.texts), step.nodes))
+                    launched.append((step.launch(observe), queue.texts[: step.running], step.nodes))
                     step.counts.steps += 1
                     if len(launched) > step.static:  # a static step is read while the next one runs
                         read, texts, nodes = launched.popleft()
@@ -216,9 +223,6 @@ class SpeculativeDecoder:
             if step is not None:
                 self._step = step = None
                 gc.collect()  # a cache and its layers refer to each other; this frees its memory
-            if self.static:
-                # Rounded up, so that the next call can reuse captured graphs.
-                capacity = -(-capacity // CACHE_GRANULE) * CACHE_GRANULE
             options: dict[str, Any] = {"static": self.static, "lean": self.lean}
             self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step

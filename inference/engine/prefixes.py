@@ -40,6 +40,12 @@ class Prefixes:
         self.held[row] = self.coming[row] = before + len(answer)
         return before + len(answer)
 
+    def move(self, source: int, to: int) -> None:
+        """A text moves to another row; its own holds nothing then."""
+        for values in (self.tokens, self.held, self.coming, self.read):
+            values[to] = values[source]
+        self.held[source] = self.coming[source] = 0
+
     def shared(self, prompt: Sequence[int], alone: bool) -> tuple[np.ndarray, np.ndarray]:
         """With how many tokens each row's text, so far as it is held or coming, begins as the prompt does ``[B]``, and
         how many of these need not be run again ``[B]``: all of a prompt that is the same, else not the last one.

@@ -10,9 +10,12 @@ from draftsmith.inference.engine.prefixes import REUSED_LEAST
 from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.request import Generation, Request, checked_length
 from draftsmith.inference.engine.step import Observe, Step
-from draftsmith.inference.engine.text import stop_string_end
+from draftsmith.inference.engine.text import StopStrings
 
 LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to begin with
+# Rows that a step on a GPU has at least. With fewer it takes as long, since it waits for the weights, and each number
+# of rows is another graph to capture.
+FEWEST_ON_GPU = 32
 
 
 @dataclass
@@ -22,6 +25,7 @@ class Text:
     number: int
     request: Request
     limit: int
+    row: int = -1  # of the batch
     result: Generation = field(default_factory=Generation)
     began: float = field(default_factory=time.perf_counter)
 
@@ -33,7 +37,7 @@ class Queue:
     step: Step
     waiting: Iterator[Request]
     max_length: int
-    on_tokens: Callable[[int, list[int]], None] | None
+    on_tokens: Callable[[int, list[int]], bool | None] | None
     on_step: Callable[[int, Generation], None] | None
     on_end: Callable[[int, Generation], None] | None
     refill: int = 1
@@ -44,6 +48,8 @@ class Queue:
         self.prompts: list[tuple[Prompt, Text]] = []  # that are being prefilled
         self.begun: list[tuple[Prompt, int]] = []  # of these the complete ones, with their texts' first tokens
         self.free_since = 0.0  # when the first of the free rows became free
+        self.exhausted = False  # no request waited when one was last asked for
+        self.stop_strings = StopStrings(self.step.target.tokenizer)
         self.step.reset()
 
     @property
@@ -76,6 +82,24 @@ class Queue:
             left -= counts.prefilled_tokens - before
             self._begin_texts()
             self._take_requests()
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Once no request waits, run steps on as few rows as hold the texts, a power of two. Texts in the other rows
+        move."""
+        step, count = self.step, len(self.texts) - self.texts.count(None)
+        fewest = FEWEST_ON_GPU if step.device.type == "cuda" else 1
+        rows = max(fewest, 1 << (count - 1).bit_length()) if count else step.running
+        if not self.exhausted or self.prompts or step.drafter.keeps_rows or rows >= step.running:
+            return
+        free = (row for row in range(rows) if self.texts[row] is None)
+        for text in self.texts[rows : step.running]:
+            if text is not None:
+                held = len(text.request.prompt) + len(text.result.tokens)
+                source, text.row = text.row, next(free)
+                step.first_rows.move(source, text.row, held + 2 * (step.drafter.max_depth + 1))
+                self.texts[text.row], self.texts[source] = text, None
+        step.first_rows.use(rows)
 
     def _begin_texts(self) -> None:
         """Decode the texts whose prompts are complete."""
@@ -87,7 +111,8 @@ class Queue:
             if first[row] < 0:
                 raise self._not_finite(text)
             self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-            self._add(row, text, [first[row]], [0], step=False)
+            text.row = row
+            self._add(text, [first[row]], [0], step=False)
 
     def _take_requests(self) -> None:
         """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
@@ -104,6 +129,7 @@ class Queue:
             if text is None:
                 self.step.prefill.forget(free)
                 break
+            self.step.first_rows.use(self.step.rows)
             prompt = self._place(text.request, free)
             free.remove(prompt.row)
             self.prompts.append((prompt, text))
@@ -143,6 +169,7 @@ class Queue:
     def _next_text(self) -> Text | None:
         """The next request, after checks; None if none waits."""
         request = next(self.waiting, None)
+        self.exhausted = request is None
         if request is None:
             return None
         number = len(self.results)
@@ -165,7 +192,7 @@ class Queue:
         """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources
-        for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
+        for values, text in zip(committed, texts, strict=True):
             if text is None or text.result.finish_reason:
                 self.step.counts.idle_row_steps += 1
             else:
@@ -173,7 +200,7 @@ class Queue:
                 if count < 0:
                     raise self._not_finite(text)
                 drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
-                kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
+                kept = self._add(text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
                 if sources:
                     self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
                 else:
@@ -194,7 +221,7 @@ class Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, row: int, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
+    def _add(self, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
         """Append tokens and their ``drafted_by``, trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
@@ -207,7 +234,7 @@ class Queue:
         before = len(result.tokens)
         result.tokens += new
         if request.stop_strings:
-            end = stop_string_end(self.step.target.tokenizer, result.tokens, before, request.stop_strings)
+            end = self.stop_strings.end(result.tokens, before, request.stop_strings)
             if end:
                 del result.tokens[end:]
                 new = result.tokens[before:]
@@ -217,16 +244,16 @@ class Queue:
             result.accepted.append(len(new))
         if not result.finish_reason and len(result.tokens) >= text.limit:
             result.finish_reason = "length" if text.limit == request.max_new_tokens else "context"
-        if self.on_tokens:
-            self.on_tokens(text.number, list(new))
+        if self.on_tokens and self.on_tokens(text.number, list(new)) is False and not result.finish_reason:
+            result.finish_reason = "cancelled"
         if self.on_step:
             self.on_step(text.number, result)
         if result.finish_reason:
             result.seconds = time.perf_counter() - text.began
             if self.texts.count(None) == len(self.prompts):
                 self.free_since = time.perf_counter()
-            self.texts[row] = None
-            self.step.end(row, result.tokens)
+            self.texts[text.row] = None
+            self.step.end(text.row, result.tokens)
             if self.on_end:
                 self.on_end(text.number, result)
         return len(new)

@@ -51,7 +51,8 @@ class Generation:
     accepted: committed tokens of each step, bonus token included, after trimming; without the prefill's token.
     drafted_by: for each token, the bits of the drafter's ``sources`` that proposed it (1 if it names none); 0 if the
         token is the target's own.
-    finish_reason: ``stop`` (a stop id or string), ``length`` (the limit) or ``context`` (the target's last position).
+    finish_reason: ``stop`` (a stop id or string), ``length`` (the limit), ``context`` (the target's last position) or
+        ``cancelled`` (by ``on_tokens``).
     drafted: number of proposed nodes, roots excluded, padding too unless the drafter names its ``sources``.
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
         proposed by several sources counts for each.

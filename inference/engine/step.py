@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.first_rows import FirstRows
 from draftsmith.inference.engine.prefill import PREFILL_TOKENS, Prefill
 from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
@@ -159,10 +160,11 @@ class Step:
         graph = static and device.type == "cuda" and drafter.static
         self.eager = "" if graph else "eager"  # for `execution`; empty if steps run in a CUDA graph
         self.nodes = 0  # of the trees of the step last launched
+        self.first_rows = FirstRows(self)
         self.choice = WHOLE  # what the next static step drafts
-        # By the verifier's key and what is drafted, with the number of nodes. Graphs share their memory: one is
-        # replayed at a time, and what is read afterwards is not part of it.
-        self._graphs: dict[tuple[tuple[bool, ...], StepSize], tuple[torch.cuda.CUDAGraph, int]] = {}
+        # By the verifier's key, what is drafted and the rows, with the number of nodes. Graphs share their memory: one
+        # is replayed at a time, and what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[bool, ...], StepSize, int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -171,6 +173,11 @@ class Step:
     def prunes_nodes(self) -> bool:
         """Whether steps choose how many nodes they verify."""
         return self.budget is not None or self.static_budget is not None
+
+    @property
+    def running(self) -> int:
+        """Number of rows that steps run on, the first ones."""
+        return self.cache.rows
 
     @property
     def owns_drafter(self) -> bool:
@@ -204,6 +211,7 @@ class Step:
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
         self.counts = Counts()
+        self.first_rows.use(self.rows)
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
@@ -343,7 +351,7 @@ class Step:
         if self.num_sources and count == 1:
             self.by_source.zero_()
         elif alone is not None:
-            fixed, by_nodes = (each.expand(self.rows, -1) for each in self.of_source[alone])
+            fixed, by_nodes = (each.expand(self.running, -1) for each in self.of_source[alone])
             if tree.static is not None:  # all are valid
                 torch.add(fixed, by_nodes, alpha=count, out=self.by_source)
             else:
@@ -384,7 +392,7 @@ class Step:
             committed = record(self.committed.tolist())
             return lambda: committed
         self._host.reverse()
-        host, done = self._host[0], torch.cuda.Event()
+        host, done = self._host[0][: self.running], torch.cuda.Event()
         host.copy_(self.committed, non_blocking=True)
         done.record(torch.cuda.current_stream(self.device))
 
@@ -410,7 +418,7 @@ class Step:
     def advance(self, clock: Clock | None = None) -> Callable[[], float] | None:
         """Run a step, or replay its graph, which is captured first where there is none. With a clock, returns a
         function for the seconds that it took; None for a step on a GPU that no graph could hold."""
-        key, step = (self.verifier.graph_key, self.choice), self.run
+        key, step = (self.verifier.graph_key, self.choice, self.running), self.run
         if not (self.eager or (key not in self._graphs and not self._capture())):
             graph, self.nodes = self._graphs[key]
             step = graph.replay
@@ -464,5 +472,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.choice] = graph, self.nodes
+            self._graphs[self.verifier.graph_key, self.choice, self.running] = graph, self.nodes
         return captured

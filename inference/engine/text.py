@@ -1,5 +1,6 @@
 """Tokens to text, piece by piece: a streamed answer is the text that the tokenizer makes of all its tokens."""
 
+import json
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,18 +28,74 @@ def answer_text(target: "Target", tokens: Sequence[int]) -> str:
     return decode_text(target.tokenizer, answer_tokens(target, tokens))
 
 
-def stop_string_end(tokenizer: Any, tokens: Sequence[int], before: int, strings: Sequence[str]) -> int:
-    """Number of tokens up to the end of the first stop string completed after ``before`` tokens; 0 if none is. Special
-    tokens count as text."""
-    longest = max(len(string.encode()) for string in strings)  # a token is at least a byte
-    for end in range(before + 1, len(tokens) + 1):
+class StopStrings:
+    """Finder of stop strings in the tokens of growing answers. Special tokens count as text.
+
+    Text is decoded only where the last token may complete a stop string: where the token's own text, which is decoded
+    once, has the last character of one. It is also decoded after each token whose text depends on its neighbours: a
+    part of a character, a byte-fallback token, and any token of a tokenizer whose decoder is none of ``_JOINING``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._joins = _joins_texts(tokenizer)
+        self._texts: dict[int, str] = {}  # of tokens; U+FFFD where it depends on the neighbours
+
+    def end(self, tokens: Sequence[int], before: int, strings: Sequence[str]) -> int:
+        """Number of tokens up to the end of the first stop string completed after ``before`` tokens, which completed
+        none; 0 if none is."""
+        last = {string[-1] for string in strings}
+        # A window of tokens may begin in the middle of a character, with U+FFFD.
+        always = any("\ufffd" in string for string in strings)
+        for end in range(before + 1, len(tokens) + 1):
+            text = self._texts.get(tokens[end - 1])
+            text = self._text(tokens[end - 1]) if text is None else text
+            if (always or "\ufffd" in text or not last.isdisjoint(text)) and self._complete(tokens, end, strings):
+                return end
+        return 0
+
+    def _text(self, token: int) -> str:
+        if not self._joins or _is_byte(self._tokenizer, token):
+            text = "\ufffd"
+        else:  # twice, since a window's first token may lose its leading space
+            text = self._decode([token, token])
+        self._texts[token] = text
+        return text
+
+    def _complete(self, tokens: Sequence[int], end: int, strings: Sequence[str]) -> bool:
+        """Whether the text of the first ``end`` tokens has a stop string near its end."""
+        longest = max(len(string.encode()) for string in strings)  # a token is at least a byte
         start = max(0, end - longest - 8)
-        while start and _is_byte(tokenizer, tokens[start]):
+        while start and _is_byte(self._tokenizer, tokens[start]):
             start -= 1  # the bytes of a run become characters together
-        tail = str(tokenizer.decode(tokens[start:end]))
-        if any(string in tail for string in strings):
-            return end
-    return 0
+        tail = self._decode(tokens[start:end])
+        return any(string in tail for string in strings)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+
+# The steps of decoders by which a text is its tokens' texts, one after the other, but for its first spaces and for
+# characters of several tokens.
+_JOINING = (
+    ["ByteLevel"],
+    ["Metaspace"],
+    ["ByteFallback", "Metaspace"],
+    ["Replace", "ByteFallback", "Fuse"],
+    ["Replace", "ByteFallback", "Fuse", "Strip"],
+)
+
+
+def _joins_texts(tokenizer: Any) -> bool:
+    """Whether a tokenizer's decoder is one of ``_JOINING``."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if getattr(backend, "decoder", None) is None:
+        return False
+    decoder = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    replaces = all(len(step["pattern"].get("String", "")) == 1 for step in steps if step["type"] == "Replace")
+    keeps_end = all(step["stop"] == 0 for step in steps if step["type"] == "Strip")
+    return replaces and keeps_end and [step["type"] for step in steps] in _JOINING
 
 
 def _is_byte(tokenizer: Any, token: int) -> bool:

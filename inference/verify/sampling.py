@@ -128,6 +128,11 @@ class Settings:
         self._floats[rows] = torch.tensor([_floats(s) for s in samplings], dtype=torch.float32, device=device)
         self._integers[rows] = torch.tensor([_integers(s) for s in samplings], dtype=torch.int64, device=device)
 
+    def move(self, source: int, to: int) -> None:
+        """Copy the parameters of a row to another row."""
+        for columns in (self._floats, self._integers):
+            columns[to] = columns[source]
+
     def __getitem__(self, rows: Rows) -> "Settings":
         """The parameters of some of the rows (views of neighbouring ones)."""
         part = copy(self)

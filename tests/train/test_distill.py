@@ -312,6 +312,8 @@ def test_sampled_answers_do_not_depend_on_the_batch(run, tmp_path, monkeypatch):
 
     alone = answers("one", "engine.batch_size=1")
     assert answers("many", "engine.batch_size=7") == alone
+    assert answers("auto", "engine.batch_size=auto") == alone
+    assert json.loads((tmp_path / "auto/manifest.json").read_text())["batch_size"] in range(1, 33)
     other = answers("other", "engine.batch_size=7", "run.seed=1")
     assert sum(alone[seed] != other[seed] for seed in alone) > 15
     roles = [[m["role"] for m in json.loads(line)["messages"] if m["role"] != "system"] for line in alone.values()]

@@ -59,7 +59,11 @@ class Engine(Section):
     of two conversations that the target begins with the same words, the one that has them first is kept."""
 
     drafter: Name = Field(default="none", description="a drafter's folder or Hub id; or none")
-    batch_size: Sequences = Field(default=32, description="conversations decoded at once")
+    batch_size: Sequences | Literal["auto"] = Field(
+        default=32,
+        description="conversations decoded at once; auto: as many as fit into the memory that is free beside the "
+        "weights, at most 512 on a GPU and 32 on a CPU",
+    )
     max_length: Tokens = Field(
         default=4096, description="tokens of a conversation; memory is reserved for as many in each row of the batch"
     )

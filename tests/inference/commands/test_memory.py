@@ -3,13 +3,20 @@
 import re
 
 import pytest
+import torch
 from faults import error_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import planner
 from draftsmith.inference.commands import memory
 from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.compressed import APPENDED
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.queue import PREFILL_TOKENS
+from draftsmith.inference.load import load_drafter
 from draftsmith.models.sizes import kv_bytes, sizes_of
 from draftsmith.models.target import load_target
 
@@ -81,3 +88,61 @@ def test_planning(run_main, tiny_lm, free):
     options = ("--target", tiny_lm, "--contexts", 64, "--entries", 40, "--device", "cpu")
     code, _, err = run_main(planner.main, *options, script="inference/planner.py")
     assert code == 2 and "not one text of" in err
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        given = {
+            each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
+        }
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given:
+                storage = each.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.live.values()))
+        return made
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["none", "ngram", "snapkv:40", "draft_model:{}@2,1"])
+def test_a_row_takes_no_more_than_is_computed(tiny_lm, name, static):
+    """Its caches, buffers and a step of it, sampled."""
+    name = name.format(tiny_lm)
+    target, drafter = load_drafter(name, target_name=str(tiny_lm))
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    _, row = memory.rows_that_fit(decoder, name, 250)
+
+    def most(rows):
+        with Peak() as peak:
+            requests = [Request([5], 3, stop_ids=frozenset())] * rows
+            decoder.serve(requests, rows, mode="sample", max_length=250)
+        decoder._step = None
+        return peak.most
+
+    most(4)
+    each = (most(20) - most(4)) / 16
+    assert row / 6 < each < row
+
+
+def test_rows_that_fit(tiny_lm, free, monkeypatch):
+    target, _ = load_drafter("none", target_name=str(tiny_lm))
+    decoder, given = SpeculativeDecoder(target), []
+    for count in (0, 1 << 29, 1 << 30, 1 << 31, 1 << 40):
+        free(count)
+        given.append(memory.rows_that_fit(decoder, "none", 200))
+    assert given[0][0] == given[1][0] == 1 and given[-1][0] == 32
+    row = given[0][1]
+    monkeypatch.setitem(memory.MOST_ROWS, "cpu", 1 << 40)
+    free(1 << 30)
+    (few, _), _ = memory.rows_that_fit(decoder, "none", 200), free((1 << 30) + 1600 * row)
+    assert few > 1 and memory.rows_that_fit(decoder, "none", 200) == (few + 1500, row)
+    tokens = few * row + PREFILL_TOKENS * sum(kv_bytes(target.kv_shapes, 4))
+    assert tokens < (1 << 30) * 15 / 16 - (1 << 29)

@@ -185,3 +185,25 @@ def test_equal_prompts_have_equal_texts(case):
     one, two, again = decoder.generate([prompts[1]] * 3, NEW, mode="sample", sampling=seeds, stop_ids=NONE)
     assert one.tokens == again.tokens != two.tokens
     assert decode_text(target.tokenizer, one.tokens) != decode_text(target.tokenizer, two.tokens)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_cancelled_text_ends_and_the_others_do_not_change(case, static, drafts):
+    """In the prompt's token, at some step, or where it ends anyway; the next request takes the row."""
+    target, prompts, truth = case
+    heard, asked = {}, iter([Request(prompt, NEW, stop_ids=NONE) for prompt in prompts])
+
+    def go_on(number, tokens):
+        heard.setdefault(number, []).extend(tokens)
+        return [False, len(heard[1]) < 9 if number else None, None, len(heard.get(3, ())) < NEW][number]
+
+    heads = MedusaDrafter(noisy_heads(target, 0.02), Topology(((0,), (0, 0), (1,))), target) if drafts else None
+    decoder = SpeculativeDecoder(target, heads, static=static)
+    results = decoder.serve(asked, 2, max_length=len(max(prompts, key=len)) + NEW, on_tokens=go_on)
+    assert [result.finish_reason for result in results] == ["cancelled", "cancelled", "length", "length"]
+    counts = [len(result.tokens) for result in results]
+    assert counts[0] == 1 and 9 <= counts[1] < 13 and counts[2:] == [NEW, NEW]
+    for number, result in enumerate(results):
+        assert result.tokens == heard[number] == truth[number][: counts[number]]
+        assert len(result.drafted_by) == counts[number]

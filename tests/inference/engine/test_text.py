@@ -1,12 +1,15 @@
 """Streamed text is the tokenizer's own, whatever the tokens, and costs the same wherever it stands."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftsmith.inference.engine.text import TextStream, decode_text, stop_string_end, visible
+from draftsmith.inference.engine.text import StopStrings, TextStream, decode_text, visible
+from draftsmith.models.tokenizer import load_tokenizer
 
 PIECES = ["▁", "▁▁", "▁hello", "a", "b", "é", "日", "▁world", "x", "\ufffd", "\x1b[", "\t", "\n", "\r"]
 
@@ -56,7 +59,7 @@ def test_streamed_text_is_the_text(tokenizer):
 
 def test_stop_strings_end_where_they_are_complete(tokenizer):
     """Wherever the text is cut: characters of several tokens, runs of byte tokens, and invalid bytes."""
-    rng = random.Random(2)
+    rng, finder = random.Random(2), StopStrings(tokenizer)
     pieces, found = [[n] for n in range(3, len(tokenizer))], []
     pieces += 10 * [tokenizer.encode(character, add_special_tokens=False) for character in "가나다라한üñ🙂ab"]
     for _ in range(1000):
@@ -71,17 +74,78 @@ def test_stop_strings_end_where_they_are_complete(tokenizer):
         end = before = 0
         while not end:
             count = rng.randrange(1, 5)
-            end = stop_string_end(tokenizer, tokens[: before + count], before, ["nowhere in this text", stop])
+            end = finder.end(tokens[: before + count], before, ["nowhere in this text", stop])
             before += count
         found.append(right)
         assert end == right, (text, stop)
     assert len(found) > 500 and max(found) > 50
 
 
+def check_against_decoding_each_step(tokenizer, rounds):
+    """Stop strings of all kinds in random tokens are found where decoding at every token finds them."""
+    rng, finder, decode, found = random.Random(6), StopStrings(tokenizer), tokenizer.decode, 0
+    ends = [" ", "\n", ">", "x", "é", "🙂", "\ufffd", "Ġ", "▁", "</s>", "<|im_end|>", " the", "hello", "日a"]
+    for _ in range(rounds):
+        tokens = random_tokens(rng, tokenizer)
+        text, strings = decode(tokens), rng.sample(ends, 2)
+        if text and rng.random() < 0.7:
+            start = rng.randrange(len(text))
+            strings = [text[start : start + rng.choice([1, 2, 5, 20])], rng.choice(ends)]
+        longest, right = max(len(string.encode()) for string in strings), 0
+        for end in range(1, len(tokens) + 1):
+            start = max(0, end - longest - 8)
+            while start and re.fullmatch("<0x..>", str(tokenizer.convert_ids_to_tokens(tokens[start]))):
+                start -= 1
+            tail = decode(tokens[start:end])
+            if any(string in tail for string in strings):
+                right = end
+                break
+        end = before = 0
+        while not end and before < len(tokens):
+            after = min(before + rng.randrange(1, 5), len(tokens))
+            end = finder.end(tokens[:after], before, strings)
+            before = after
+        assert end == right, (text, strings)
+        found += bool(right)
+    assert found > rounds / 3
+
+
+def test_stop_strings_are_found_as_by_decoding_each_step(tokenizer):
+    check_against_decoding_each_step(tokenizer, 400)
+
+
+@pytest.mark.needs_models
+def test_stop_strings_of_a_large_vocabulary():
+    check_against_decoding_each_step(load_tokenizer("models/smollm2"), 200)
+
+
+def test_text_is_decoded_where_a_stop_string_may_end(tiny_lm, monkeypatch):
+    """Each token once, and a window where a token has the last character of the string."""
+    tokenizer, source = AutoTokenizer.from_pretrained(tiny_lm), Path(__file__).read_text().encode("ascii", "ignore")
+    tokens = tokenizer(source.decode())["input_ids"]
+    decode, decoded = tokenizer.decode, []
+    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids, **how: decoded.append(ids) or decode(ids, **how))
+    assert StopStrings(tokenizer).end(tokens, 0, [f"<|{len(tokens)}|>"]) == 0
+    once = [ids for ids in decoded if len(ids) == 2 and ids[0] == ids[1]]
+    closing = [token for token in tokens if ">" in decode([token])]
+    assert len(once) == len({*tokens}) and len(decoded) - len(once) == len(closing) < len(tokens) / 50
+
+
+@pytest.mark.parametrize(
+    "decoder", [decoders.WordPiece(), decoders.BPEDecoder("</w>"), decoders.Strip(" ", 0, 1), decoders.Metaspace()]
+)
+def test_stop_strings_of_other_decoders(decoder):
+    """Where the text of a token depends on the next one, all is decoded."""
+    vocabulary = {name: number for number, name in enumerate(["a", "b</w>", "##c", " ", "▁", "d ", "é", "▁x"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = decoder
+    check_against_decoding_each_step(PreTrainedTokenizerFast(tokenizer_object=tokenizer), 200)
+
+
 def test_splits_of_a_text_with_a_stop_inside(tokenizer):
     """Characters of several bytes, an emoji of three with joiners, a line separator, right to left; as an answer comes,
     some tokens at a time, up to a stop string, which may be U+FFFD: a character that lacks some of its bytes."""
-    rng, stopped = random.Random(4), 0
+    rng, stopped, finder = random.Random(4), 0, StopStrings(tokenizer)
     characters = [*"A 世a👩‍👩‍👧é\u2028 ב"]
     for number in range(2000):
         text = "".join(characters[number % 2 * rng.randrange(9) :] + rng.choices(characters, k=rng.randrange(6)))
@@ -90,7 +154,7 @@ def test_splits_of_a_text_with_a_stop_inside(tokenizer):
         stream, shown, end, before = TextStream(tokenizer), "", 0, 0
         while not end and before < len(tokens):
             new = tokens[before : before + rng.randrange(1, 7)]
-            end = stop_string_end(tokenizer, tokens[: before + len(new)], before, [stop])
+            end = finder.end(tokens[: before + len(new)], before, [stop])
             shown += stream.add(tokens[before : end or before + len(new)])
             before += len(new)
         stopped += bool(end)
