@@ -315,9 +315,9 @@ class LeanDecoder:
         if isinstance(buffers[0], FusedBuffers):
             normed = torch.empty_like(x)
         else:
-            rotations, written = self.rotations(positions, tables), (rows, slots)
-            if rows is None:
-                written = (buffers[0].rows, slots)
+            rotations, written = self.rotations(positions, tables), (buffers[0].rows, slots)
+            if rows is not None:
+                written = (rows, slots)
         captured: dict[int, Tensor] = {}
         for number, (layer, own_buffers, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
