@@ -4,9 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from draftsmith.inference.engine.logprobs import TokenLogprobs
 from draftsmith.inference.engine.request import Generation, Request, checked_length
 from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import stop_string_end
+
 
 PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
 
@@ -49,6 +53,8 @@ class Queue:
             return
         while new := self._next_texts():
             rows, requests = [row for row, _ in new], [text.request for _, text in new]
+            for row, r in zip(rows, requests, strict=True):
+                self.step.logprobs.begin(row, r.logprobs, r.prompt_logprobs, r.logprobs_mode)
             first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests])
             if observe:
                 observe("prefill", None, None)
@@ -56,7 +62,8 @@ class Queue:
                 if token < 0:
                     raise self._not_finite(text)
                 self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-                self._add(row, text, [token], [0], step=False)
+                text.result.prompt_logprobs, logprobs = self.step.logprobs.of_prompt(row)
+                self._add(row, text, [token], [0], logprobs, step=False)
 
     def _next_texts(self) -> list[tuple[int, Text]]:
         """Rows and texts of new requests, for free rows, until they make :data:`PREFILL_TOKENS`, padded. One at a time
@@ -90,8 +97,10 @@ class Queue:
             longest = max(longest, len(request.prompt))
         return new
 
-    def take(self, committed: list[list[int]], texts: list[Text | None], nodes: int) -> None:
-        """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
+    def take(
+        self, committed: list[list[int]], logprobs: Tensor | None, texts: list[Text | None], nodes: int
+    ) -> None:
+        """Add the tokens that a step of trees with so many ``nodes`` committed, as ``Step.launch`` returns them, to the
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources
         for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
@@ -100,7 +109,8 @@ class Queue:
                 if count < 0:
                     raise self._not_finite(text)
                 drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
-                kept = self._add(row, text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
+                new, own = [*values[1:count], values[depth + 1]], None if logprobs is None else logprobs[row]
+                kept = self._add(row, text, new, [*drafted_by, 0], own, step=True)
                 if sources:
                     self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
                 else:
@@ -121,8 +131,11 @@ class Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, row: int, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
-        """Append tokens and their ``drafted_by``, trimmed where the text ends; returns how many were appended."""
+    def _add(
+        self, row: int, text: Text, new: list[int], drafted_by: list[int], logprobs: Tensor | None, *, step: bool
+    ) -> int:
+        """Append tokens, their ``drafted_by`` and, if they are asked for, their log-probabilities (packed, see
+        :mod:`~draftsmith.inference.engine.logprobs`), trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
         new = new[: text.limit - len(result.tokens)]
@@ -140,6 +153,9 @@ class Queue:
                 new = result.tokens[before:]
                 result.finish_reason = "stop"
         result.drafted_by += drafted_by[: len(new)]
+        if request.logprobs is not None and logprobs is not None:
+            result.logprobs = result.logprobs or TokenLogprobs(request.logprobs_mode)
+            result.logprobs.add(logprobs[: len(new)], request.logprobs)
         if step:
             result.accepted.append(len(new))
         if not result.finish_reason and len(result.tokens) >= text.limit:
