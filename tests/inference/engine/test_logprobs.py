@@ -146,8 +146,7 @@ def test_real_texts_have_those_of_the_targets_own_pass(target_name, drafter_name
     """New tokens of three modes in batches of 8, and their prompts, against transformers' forward pass in float32: the
     bound is 64 of float32's roundings of the largest logit."""
     target, drafter = load_drafter(drafter_name, target_name=target_name, dtype="float32")
-    files = [ROOT / "data/chats.jsonl", ROOT / "data/code-chats.jsonl"]
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()][:texts]
+    rows = map(json.loads, (ROOT / "data/coder-seeds.jsonl").read_text().splitlines()[:texts])
     prompts = [target.tokenizer(row["messages"][0]["content"])["input_ids"] for row in rows]
     tokens, above, accepted = 0, list[float](), 0
     for mode in ("greedy", "sample", "mss"):
