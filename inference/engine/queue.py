@@ -11,7 +11,6 @@ from draftsmith.inference.engine.request import Generation, Request, checked_len
 from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import stop_string_end
 
-
 PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
 
 
@@ -97,9 +96,7 @@ class Queue:
             longest = max(longest, len(request.prompt))
         return new
 
-    def take(
-        self, committed: list[list[int]], logprobs: Tensor | None, texts: list[Text | None], nodes: int
-    ) -> None:
+    def take(self, committed: list[list[int]], logprobs: Tensor | None, texts: list[Text | None], nodes: int) -> None:
         """Add the tokens that a step of trees with so many ``nodes`` committed, as ``Step.launch`` returns them, to the
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources

@@ -150,7 +150,14 @@ def test_texts_are_those_of_plain_decoding(make_target, name, check):
     assert check != GREEDY or name not in DEPTHS or set(found) == set(range(1, DEPTHS[name] + 2)), found
 
 
-KINDS = ("n-grams", "heads of a draft vocabulary", "a draft model's tree", "EAGLE-1", "EAGLE-3's dynamic tree", "DynaSpec")
+KINDS = (
+    "n-grams",
+    "heads of a draft vocabulary",
+    "a draft model's tree",
+    "EAGLE-1",
+    "EAGLE-3's dynamic tree",
+    "DynaSpec",
+)
 
 
 @pytest.mark.parametrize("name", [*KINDS, "snapkv", "heads and n-grams", "heads and n-grams by cost"])

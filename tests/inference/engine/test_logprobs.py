@@ -12,7 +12,6 @@ from lossless_suite import NONE, compare_logprobs, phrases
 from tiny_models import SPARSE, noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine import logprobs as computing
 from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
@@ -71,7 +70,7 @@ def test_a_text_has_them_alone_or_among_others(pair):
 @pytest.mark.parametrize("limit", [0, 1, 17])
 def test_they_end_with_the_text(pair, limit):
     """At the limit, at a stop id and inside an accepted path."""
-    target, decoder = pair
+    _, decoder = pair
     (whole,) = decoder.generate([PROMPT], 30, stop_ids=NONE, **ASKED)
     for stops in (NONE, frozenset([whole.tokens[11]])):
         (result,) = decoder.generate([PROMPT], limit, stop_ids=stops, **ASKED)
