@@ -200,8 +200,8 @@ class Verifier:
             places = logits.shape[1]
             seen = self.seen[rows, None].repeat(1, places, 1)
             before = torch.ones(places, places - 1, dtype=torch.uint8, device=seen.device).tril(-1)
-            path = (part.expand(len(seen), -1, -1) for part in (tokens[:, None].expand(-1, places, -1), before))
-            seen = seen.scatter_reduce(2, *path, "amax").bool()
+            path = tokens[:, None].expand(-1, places, -1)
+            seen = seen.scatter_reduce(2, path, before.expand(len(seen), -1, -1), "amax").bool()
         return sampling_distribution(logits, settings, seen).log()
 
     def coupled(self, tree: TokenTree, mask: Tensor | None, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
