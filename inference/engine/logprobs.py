@@ -135,10 +135,10 @@ class StepLogprobs:
     def _all_processed(self) -> bool:
         return all(own for own, count in zip(self.processed, self.counts, strict=True) if count is not None)
 
-    def _view(self, packed: Tensor | None, places: int) -> Tensor:
-        """The part of a flat buffer that a step of so many ``places`` has, ``[B, P, 1 + 2 K]``."""
+    def _view(self, packed: Tensor | None, rows: int, places: int) -> Tensor:
+        """The part of a flat buffer that a step of so many rows and ``places`` has, ``[B, P, 1 + 2 K]``."""
         assert packed is not None and self.count is not None
-        shape = self.rows, places, 1 + 2 * self.count
+        shape = rows, places, 1 + 2 * self.count
         return packed[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def write(self, hidden: Tensor, logits: Tensor | None, tokens: Tensor, verdict: Verdict) -> None:
@@ -150,15 +150,15 @@ class StepLogprobs:
             tokens: ``[B, D + 1]``, the drafted tokens, the accepted ones first, and the bonus token.
         """
         assert self.count is not None
-        places = min(hidden.shape[1], self.places)
+        count, places = len(hidden), min(hidden.shape[1], self.places)
         path = verdict.path[:, :places].clamp(max=hidden.shape[1] - 1)
         depth = torch.arange(places, device=path.device)
         committed = torch.where(depth < verdict.length[:, None], tokens[:, :places], tokens[:, -1:])
-        out = self._view(self._packed, places)
+        out = self._view(self._packed, count, places)
         after = hidden if logits is None else logits
         some = max(1, self._some // places)
-        for first in range(0, self.rows, some):
-            rows = slice(first, min(first + some, self.rows))
+        for first in range(0, count, some):
+            rows = slice(first, min(first + some, count))
             on_path = after[rows].gather(1, path[rows, :, None].expand(-1, -1, after.shape[2]))
             on_path = self.target.logits(on_path) if logits is None else on_path
             out[rows] = pack(self._of(on_path, rows, tokens[rows]), committed[rows], self.count)
@@ -173,17 +173,17 @@ class StepLogprobs:
             return torch.where(self._is_processed[rows, None, None], processed, _raw(logits))
         return _raw(logits)
 
-    def copied(self, nodes: int) -> Tensor | None:
-        """The log-probabilities of the step that has been launched, of trees of so many ``nodes``, ``[B, P, 1 + 2 K]``
-        on the CPU; None if no row asks. On a GPU they are copied without waiting, and valid until the next but one
-        call."""
+    def copied(self, rows: int, nodes: int) -> Tensor | None:
+        """The log-probabilities of the step that has been launched, of so many rows with trees of ``nodes``, ``[B, P,
+        1 + 2 K]`` on the CPU; None if no row asks. On a GPU they are copied without waiting, and valid until the next
+        but one call."""
         if self.count is None:
             return None
-        packed = self._view(self._packed, min(nodes, self.places))
+        packed = self._view(self._packed, rows, min(nodes, self.places))
         if packed.device.type == "cpu":
             return packed.clone()
         self._host.reverse()
-        host = self._view(self._host[0], packed.shape[1])
+        host = self._view(self._host[0], rows, packed.shape[1])
         host.copy_(packed, non_blocking=True)
         return host
 

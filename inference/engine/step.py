@@ -408,12 +408,12 @@ class Step:
             return committed
 
         if not cuda:
-            committed = record(self.committed.tolist()), self.logprobs.copied(self.nodes)
+            committed = record(self.committed.tolist()), self.logprobs.copied(self.rows, self.nodes)
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0], torch.cuda.Event()
         host.copy_(self.committed, non_blocking=True)
-        logprobs = self.logprobs.copied(self.nodes)
+        logprobs = self.logprobs.copied(self.rows, self.nodes)
         done.record(torch.cuda.current_stream(self.device))
 
         def read() -> tuple[list[list[int]], Tensor | None]:
