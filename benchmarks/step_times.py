@@ -25,7 +25,7 @@ import argparse
 import functools
 import itertools
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -89,7 +89,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION
-from draftsmith.inference.engine.step import Step, capacity_for
+from draftsmith.inference.engine.step import ReadCommitted, Step, capacity_for
 from draftsmith.inference.measure.timing import PhaseTimes
 from draftsmith.inference.verify.tree import MAX_NODES, Topology
 from draftsmith.models.medusa import MedusaHeads
@@ -148,7 +148,7 @@ class Case:
         self.step.state.root.copy_(self.root)
         self.step.state.feature.copy_(self.feature)
 
-    def launch(self) -> Callable[[], list[list[int]]]:
+    def launch(self) -> ReadCommitted:
         """Launch a step and count it; returns what ``Step.launch`` returns."""
         read = self.step.launch()
         self.steps += 1

@@ -19,7 +19,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from draftsmith.data.rows import UnusableRow
 
@@ -60,10 +60,11 @@ class Turns:
 
 class TokenIds(TypedDict):
     """The ids of an answer's prompt, from the text's beginning on, and of the answer with what the model thought before
-    it and the token that ended it."""
+    it and the token that ended it. ``logprobs``: of the answer's ids, if they were asked for; training reads none."""
 
     prompt: list[int]
     answer: list[int]
+    logprobs: NotRequired[dict[str, Any]]
 
 
 def is_ids(value: object) -> bool:

@@ -1,7 +1,8 @@
 """Finished conversations in append-only files: a kill at any moment loses at most the line being written.
 
 shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "source", "token_ids": [one per answer, if
-                       all are known: the ids of its prompt and its own]}, LINES of them in each
+                       all are known: the ids of its prompt and its own, with the log-probabilities of these where
+                       the recipe asks for them]}, LINES of them in each
 failures.jsonl         {"id", "source", "reason", "detail"}: prompts without an answer
 manifest.json          all settings that the answers depend on, and the counts
 """

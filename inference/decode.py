@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
 from draftsmith.data.formats import Message
-from draftsmith.inference.commands.options import SAMPLING, check_counts, check_threads
+from draftsmith.inference.commands.options import SAMPLING, check_counts, check_logprobs, check_threads
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -173,6 +173,18 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, metavar="DIR", help="write report.html, report.json and report.png there"
     )
     parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="the log-probability of each token of an answer, and those of the K likeliest ones in its place (0 to "
+        "20): a table below texts of --prompt, --interactive and --live, and in --answers",
+    )
+    parser.add_argument(
+        "--logprobs-mode",
+        choices=["raw_logprobs", "processed_logprobs"],
+        help="raw_logprobs: of the target's logits (default); processed_logprobs: after the sampling options",
+    )
+    parser.add_argument(
         "--answers",
         type=Path,
         metavar="FILE.jsonl",
@@ -236,6 +248,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
     if (args.live or not args.prompts) and not measured and len(args.drafters) > 1:
         raise ValueError("--prompt, --interactive and --live take one DRAFTER; compare several with --prompts alone")
+    check_logprobs(args)
     if args.answers and (args.live or not args.prompts):
         raise ValueError("--answers is for --prompts without --live")
     if args.answers and args.batch_size > 1:
@@ -334,6 +347,8 @@ def measure(
         kinds=kinds,
         lean=lean,
         max_draft_nodes=args.max_draft_nodes,
+        logprobs=args.logprobs,
+        logprobs_mode=args.logprobs_mode or "raw_logprobs",
         one_by_one=bool(args.answers),  # which have times
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
         keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
@@ -415,6 +430,7 @@ def main() -> None:
     def options_of(prompt: list[int]) -> dict[str, Any]:
         own = engine_options(args.mode, sampling, [prompt])
         stops = {"stop_strings": args.stop} if args.stop else {}
+        own |= {"logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode or "raw_logprobs"}
         return {"max_new_tokens": args.max_new_tokens, "max_draft_nodes": args.max_draft_nodes, **stops, **own}
 
     if args.interactive:

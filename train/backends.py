@@ -120,14 +120,19 @@ def by_engine(
         tokens = min(tokens, longest - len(prompt))
         # Not every target stops at the closing. Where it does, nothing needs to look for it in the text at each token.
         strings = [closing] if closing and not ends_with_stop_id(closing) else []
-        return Request(prompt, tokens, sampling_of(recipe, conversation), stop_strings=strings)
+        likely = None if conversation.speaker == "user" else d.logprobs
+        options: dict[str, Any] = {"logprobs": likely, "logprobs_mode": d.logprobs_mode}
+        return Request(prompt, tokens, sampling_of(recipe, conversation), stop_strings=strings, **options)
 
     def on_answer(conversation: Conversation, result: Generation) -> bool:
         text, reason = answer_text(target, result.tokens), result.finish_reason
         closing = conversation.closing
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
-        conversation.add(text, reason, token_ids=TokenIds(prompt=conversation.prompt, answer=list(result.tokens)))
+        token_ids = TokenIds(prompt=conversation.prompt, answer=list(result.tokens))
+        if result.logprobs:
+            token_ids["logprobs"] = result.logprobs.as_json()
+        conversation.add(text, reason, token_ids=token_ids)
         if conversation.pending is None:
             end(conversation)
         return conversation.pending is not None

@@ -154,9 +154,10 @@ def decides_of(recipe: DistillRecipe, model: ModelFolder | None) -> dict[str, An
     """All settings that the answers depend on, by field. Those of speed and the server's address may change between
     two commands that fill the same folder. ``model``: the target, where our own engine runs it."""
     own = recipe.self_talk or recipe.data.written
+    unused = {"logprobs", "logprobs_mode"} if recipe.decoding.logprobs is None else set[str]()
     fields = {
         f"decoding.{name}": value
-        for name, value in recipe.decoding.model_dump(mode="json").items()
+        for name, value in recipe.decoding.model_dump(mode="json", exclude=unused).items()
         if (own or not name.startswith("user_")) and (name != "top_k" or value)  # older manifests have no top_k
     }
     fields |= {"run.seed": recipe.run.seed, "backend": recipe.backend, "self_talk": recipe.self_talk}

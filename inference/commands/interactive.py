@@ -1,6 +1,7 @@
 """Answers streamed to stdout as they are decoded, and --interactive: a conversation, or texts that are continued."""
 
 import contextlib
+import json
 import re
 import signal
 import sys
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+
+from rich.cells import cell_len
 
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.formats import Message
@@ -77,9 +80,28 @@ def stream(
     seconds = time.perf_counter() - began
     write(text.end(), 0)
     end_text(written)
+    print_logprobs(target.tokenizer, result)
     reason = "Ctrl-C" if result.finish_reason == "cancelled" else result.finish_reason
     console.print(f"{statistics_of([result], seconds)}, ended by {reason}", style="dim", markup=False)
     return result, seconds
+
+
+def print_logprobs(tokenizer: Any, result: Generation) -> None:
+    """Write a line to stderr for each token of an answer that has log-probabilities: the token's, the token, and the
+    likeliest ones with theirs."""
+    if result.logprobs is None:
+        return
+
+    def shown(token: int) -> str:
+        return json.dumps(visible(tokenizer.decode([token])), ensure_ascii=False)
+
+    found = result.logprobs
+    texts = [shown(token) for token in result.tokens]
+    width = max(map(cell_len, texts), default=0)
+    for text, own, ids, top in zip(texts, found.token_logprobs, found.top_ids, found.top_logprobs, strict=True):
+        likeliest = "  ".join(f"{shown(token)} {value:.4f}" for token, value in zip(ids, top, strict=True))
+        line = f"{own:10.4f}  {text}{' ' * (width - cell_len(text))}  {likeliest}"
+        console.print(line.rstrip(), style="dim", markup=False, soft_wrap=True)
 
 
 def statistics_of(results: Sequence[Generation], seconds: float) -> str:

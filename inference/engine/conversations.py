@@ -61,6 +61,7 @@ def serve_conversations(
         goes_on = on_answer(conversation, result)
         # The engine keeps all results; there may be millions.
         result.tokens, result.accepted, result.drafted_by = [], [], []
+        result.logprobs = result.prompt_logprobs = None
         if goes_on:
             requests.continued.append(conversation)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.common.command import counted
+from draftsmith.inference.engine.logprobs import LogprobsMode
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.queue import Queue, Text
 from draftsmith.inference.engine.request import Counts, Generation, Request, checked_length, is_whole
@@ -104,6 +105,9 @@ class SpeculativeDecoder:
         stop_ids: frozenset[int] | None = None,
         stop_strings: Sequence[str] = (),
         max_draft_nodes: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
         batch_size: int | None = None,
         on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
@@ -129,8 +133,9 @@ class SpeculativeDecoder:
         if len(samplings) != len(prompts):
             given = f"{counted(len(samplings), 'sampling')} for {counted(len(prompts), 'prompt')}"
             raise ValueError(f"{given}; give one, or one for each")
+        likely = logprobs, prompt_logprobs, logprobs_mode
         requests = [
-            Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings, max_draft_nodes)
+            Request(prompt, max_new_tokens, parameters, stop_ids, stop_strings, max_draft_nodes, *likely)
             for prompt, parameters in zip(prompts, samplings, strict=True)
         ]
         rows = max(1, len(requests)) if batch_size is None else batch_size
@@ -203,7 +208,7 @@ class SpeculativeDecoder:
                     step.counts.steps += 1
                     if len(launched) > step.static:  # a static step is read while the next one runs
                         read, texts, nodes = launched.popleft()
-                        queue.take(read(), texts, nodes)
+                        queue.take(*read(), texts, nodes)
                     queue.fill(observe)
                     if observe:
                         observe("other", None, None)

@@ -50,3 +50,4 @@ class FirstRows:
                 buffer[to] = buffer[source]
         step.bounds[to], step.bounds[source], step.active[source] = step.bounds[source], None, False
         step.prefill.move(source, to)
+        step.logprobs.move(source, to)

@@ -41,6 +41,7 @@ class Prefill:
         hidden, captured = step.runner.forward_prompts(chunk, step.captures)
         features = joined_features(hidden, captured)[0]  # [T, F]
         step.drafter.prefill(features, chunk)
+        step.logprobs.read_prompts(prompts, chunk, features)
         ends = {part.row: (part.end, after - 1) for part, after in zip(chunk.parts, chunk.firsts[1:], strict=True)}
         step.counts.prefill_passes += 1
         step.counts.prefilled_tokens += len(features)
@@ -100,7 +101,9 @@ class Prefill:
         for prompt in prompts:
             self.prefixes.read[prompt.row] = len(prompt.tokens)
         logits = step.target.logits(feature[:, : step.target.hidden_size])
+        keep_logprobs = step.logprobs.read_first(numbers, rows, logits)
         step.state.root[rows] = step.verifier.first_tokens(logits, rows, step.cache.lengths[rows])
+        keep_logprobs(step.state.root[rows])
         step.active[rows] = True
         return step.state.root[rows].tolist()
 

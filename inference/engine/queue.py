@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from draftsmith.inference.engine import prompts as prompting
+from draftsmith.inference.engine.logprobs import TokenLogprobs
 from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.inference.engine.prefixes import REUSED_LEAST
 from draftsmith.inference.engine.prompts import Prompt
@@ -112,7 +115,8 @@ class Queue:
                 raise self._not_finite(text)
             self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
             text.row = row
-            self._add(text, [first[row]], [0], step=False)
+            text.result.prompt_logprobs, logprobs = self.step.logprobs.of_prompt(row)
+            self._add(text, [first[row]], [0], logprobs, step=False)
 
     def _take_requests(self) -> None:
         """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
@@ -131,6 +135,8 @@ class Queue:
                 break
             self.step.first_rows.use(self.step.rows)
             prompt = self._place(text.request, free)
+            asked = text.request
+            self.step.logprobs.begin(prompt.row, asked.logprobs, asked.prompt_logprobs, asked.logprobs_mode)
             free.remove(prompt.row)
             self.prompts.append((prompt, text))
 
@@ -140,7 +146,7 @@ class Queue:
         prefill, prefixes = self.step.prefill, self.step.prefill.prefixes
         row = min(free, key=lambda row: prefixes.held[row])
         prompt = Prompt(row, request.prompt, request.sampling)
-        if self.step.drafter.reuses:
+        if self.step.drafter.reuses and request.prompt_logprobs is None:
             common, shared = prefixes.shared(request.prompt, prefill.alone)
             best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
             if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
@@ -188,11 +194,11 @@ class Queue:
         self.results.append(text.result)
         return text
 
-    def take(self, committed: list[list[int]], texts: list[Text | None], nodes: int) -> None:
-        """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
+    def take(self, committed: list[list[int]], logprobs: Tensor | None, texts: list[Text | None], nodes: int) -> None:
+        """Add the tokens that a step of trees with so many ``nodes`` committed, as ``Step.launch`` returns them, to the
         texts that the rows had when it was launched; they may have ended since."""
         depth, sources = self.step.drafter.max_depth, self.step.num_sources
-        for values, text in zip(committed, texts, strict=True):
+        for row, (values, text) in enumerate(zip(committed, texts, strict=True)):
             if text is None or text.result.finish_reason:
                 self.step.counts.idle_row_steps += 1
             else:
@@ -200,7 +206,8 @@ class Queue:
                 if count < 0:
                     raise self._not_finite(text)
                 drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
-                kept = self._add(text, [*values[1:count], values[depth + 1]], [*drafted_by, 0], step=True)
+                new, own = [*values[1:count], values[depth + 1]], None if logprobs is None else logprobs[row]
+                kept = self._add(text, new, [*drafted_by, 0], own, step=True)
                 if sources:
                     self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
                 else:
@@ -221,8 +228,9 @@ class Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, text: Text, new: list[int], drafted_by: list[int], *, step: bool) -> int:
-        """Append tokens and their ``drafted_by``, trimmed where the text ends; returns how many were appended."""
+    def _add(self, text: Text, new: list[int], drafted_by: list[int], logprobs: Tensor | None, *, step: bool) -> int:
+        """Append tokens, their ``drafted_by`` and, if they are asked for, their log-probabilities (packed, see
+        :mod:`~draftsmith.inference.engine.logprobs`), trimmed where the text ends; returns how many were appended."""
         result, request = text.result, text.request
         stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
         new = new[: text.limit - len(result.tokens)]
@@ -240,6 +248,9 @@ class Queue:
                 new = result.tokens[before:]
                 result.finish_reason = "stop"
         result.drafted_by += drafted_by[: len(new)]
+        if request.logprobs is not None and logprobs is not None:
+            result.logprobs = result.logprobs or TokenLogprobs(request.logprobs_mode)
+            result.logprobs.add(logprobs[: len(new)], request.logprobs)
         if step:
             result.accepted.append(len(new))
         if not result.finish_reason and len(result.tokens) >= text.limit:

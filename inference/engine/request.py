@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
+from draftsmith.inference.engine.logprobs import LOGPROBS_MODES, MOST, LogprobsMode, TokenLogprobs
 from draftsmith.inference.engine.text import TextStream, answer_tokens
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.target import Target
@@ -22,6 +23,11 @@ class Request:
     stop_strings: strings that end the text; the token that completes one is the last. Needs the target's tokenizer.
     max_draft_nodes: nodes that are drafted in each of its steps, at most, by it or any text decoded beside it; 0: plain
         decoding. Only in greedy decoding and coupled sampling, whose texts do not depend on it.
+    logprobs: for each new token its log-probability, and those of so many of the most likely tokens, 0 to 20; none if
+        None. The same with drafts and without, see :class:`~draftsmith.inference.engine.logprobs.TokenLogprobs`.
+    prompt_logprobs: the same for the prompt's tokens, always raw.
+    logprobs_mode: those of new tokens before (``raw_logprobs``) or after the sampling parameters are applied
+        (``processed_logprobs``); the same in mode greedy, which has none.
     """
 
     prompt: Sequence[int]
@@ -30,6 +36,9 @@ class Request:
     stop_ids: frozenset[int] | None = None
     stop_strings: Sequence[str] = ()
     max_draft_nodes: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
         given: Any = self.prompt
@@ -56,6 +65,7 @@ class Generation:
     drafted: number of proposed nodes, roots excluded, padding too unless the drafter names its ``sources``.
     proposed, accepted_from: for each source, how many nodes it proposed, and how many of these were committed; a node
         proposed by several sources counts for each.
+    logprobs, prompt_logprobs: of the new tokens and of the prompt's, if the request asks for them.
     seconds: from the beginning of the prompt's pass to the end of the text, other rows' work included.
     source: the target and the stop strings, for ``text``.
     """
@@ -67,6 +77,8 @@ class Generation:
     drafted: int = 0
     proposed: list[int] = field(default_factory=list)
     accepted_from: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     seconds: float = field(default=0.0, compare=False)
     source: "tuple[Target, Sequence[str]] | None" = field(default=None, compare=False, repr=False)
 
@@ -133,6 +145,12 @@ def checked_length(request: Request, number: int, target: Target) -> int:
     bound = request.max_draft_nodes
     if bound is not None and not (is_whole(bound) and bound >= 0):
         raise ValueError(f"{where}: max_draft_nodes {bound!r}: must be a whole number of at least 0")
+    for name in ("logprobs", "prompt_logprobs"):
+        likely = getattr(request, name)
+        if likely is not None and not (is_whole(likely) and 0 <= likely <= MOST):
+            raise ValueError(f"{where}: {name} {likely!r}: must be a whole number from 0 to {MOST}, or None")
+    if request.logprobs_mode not in LOGPROBS_MODES:
+        raise ValueError(f"{where}: logprobs_mode {request.logprobs_mode!r}: must be {' or '.join(LOGPROBS_MODES)}")
     if strings and target.tokenizer is None:
         raise ValueError(f"{where}: stop strings need a target with a tokenizer")
     return min(prompt + request.max_new_tokens, context)

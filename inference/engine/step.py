@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.first_rows import FirstRows
+from draftsmith.inference.engine.logprobs import StepLogprobs
 from draftsmith.inference.engine.prefill import PREFILL_TOKENS, Prefill
 from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
@@ -47,7 +48,8 @@ from draftsmith.models.target import Target
 
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
-ReadCommitted = Callable[[], list[list[int]]]
+# The rows of ``committed``, and where a text asks for them the log-probabilities, see :meth:`StepLogprobs.copied`.
+ReadCommitted = Callable[[], tuple[list[list[int]], Tensor | None]]
 # Called after each phase of a step, by its name, with the tree and the verdict on it, once there are any. An observed
 # step runs eagerly, with all nodes.
 Observe = Callable[[str, TokenTree | None, Verdict | None], None]
@@ -108,6 +110,7 @@ class Step:
         feature = torch.zeros(rows, width, dtype=target.dtype, device=device)
         self.active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.verifier = Verifier(mode, rows, target, drafter.branching)
+        self.logprobs = StepLogprobs(target, self.verifier, rows, drafter.max_depth)
         root, lengths = torch.zeros(rows, dtype=torch.int64, device=device), self.cache.lengths
         noise = Noise(self.verifier.settings, lengths) if mode == "sample" else None
         settings = self.verifier.settings if mode == "mss" else None
@@ -162,9 +165,9 @@ class Step:
         self.nodes = 0  # of the trees of the step last launched
         self.first_rows = FirstRows(self)
         self.choice = WHOLE  # what the next static step drafts
-        # By the verifier's key, what is drafted and the rows, with the number of nodes. Graphs share their memory: one
-        # is replayed at a time, and what is read afterwards is not part of it.
-        self._graphs: dict[tuple[tuple[bool, ...], StepSize, int], tuple[torch.cuda.CUDAGraph, int]] = {}
+        # By :attr:`_graph_key`, with the number of nodes. Graphs share their memory: one is replayed at a time, and
+        # what is read afterwards is not part of it.
+        self._graphs: dict[tuple[tuple[int, ...], StepSize, int], tuple[torch.cuda.CUDAGraph, int]] = {}
         self._graph_memory: Any = None
         if device.type == "cuda":
             self._host = [torch.empty(self.committed.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
@@ -217,12 +220,14 @@ class Step:
         self.cache.lengths.zero_()
         self.prefill.prefixes.clear()
         self.verifier.settings.clear_usage()
+        self.logprobs.reset()
         for row in range(self.rows):
             self.drafter.end(row)
 
     def end(self, row: int, answer: Sequence[int] = ()) -> None:
         """End the text in this row, see :meth:`Drafter.end`. ``answer``: its new tokens."""
         self.active[row], self.bounds[row] = False, None
+        self.logprobs.end(row)
         self.drafter.end(row)
         self.prefill.end(row, answer)
 
@@ -255,7 +260,7 @@ class Step:
         hidden, captured, mask = self._forward(tree)
         scores = self._likeliest(hidden) if self.mode == "greedy" else self.target.logits(hidden)
         observe("verify", tree, None)
-        verdict = self._verify(tree, mask, scores)
+        verdict = self._verify(tree, mask, scores, hidden)
         observe("accept", tree, verdict)
         self._commit(verdict)
         features = joined_features(hidden, captured)
@@ -330,8 +335,11 @@ class Step:
         weight = None if changes else kernel_weight(self.target.lm_head, hidden)
         return self.target.logits(hidden).max(-1) if weight is None else head_argmax(hidden, weight)
 
-    def _verify(self, tree: TokenTree, mask: Tensor | None, scores: Tensor | tuple[Tensor, Tensor]) -> Verdict:
-        """The verdict on a tree, from :meth:`_likeliest` or the logits; writes ``committed``."""
+    def _verify(
+        self, tree: TokenTree, mask: Tensor | None, scores: Tensor | tuple[Tensor, Tensor], hidden: Tensor
+    ) -> Verdict:
+        """The verdict on a tree, from :meth:`_likeliest` or the logits; writes ``committed`` and log-probabilities."""
+        logits = scores if isinstance(scores, Tensor) else None
         if self.mode == "sample":
             assert isinstance(scores, Tensor)
             scores = self.verifier.coupled(tree, mask, scores, self.cache.lengths)
@@ -346,6 +354,8 @@ class Step:
             number = torch.where(verdict.finite, (verdict.length + 1) * self.active, -1)
             tokens = tree.tokens.gather(1, verdict.path[:, 1:].clamp(max=count - 1))
             torch.cat([number[:, None], tokens, verdict.bonus[:, None]], 1, out=self.counts_and_tokens)
+        if self.logprobs.count is not None:
+            self.logprobs.write(hidden, logits, self.tokens, verdict)
         self.verifier.mark_seen(self.tokens, verdict.length)
         alone = self.state.alone
         if self.num_sources and count == 1:
@@ -365,8 +375,8 @@ class Step:
         return verdict
 
     def launch(self, observe: Observe | None = None) -> ReadCommitted:
-        """Run a step without waiting for it. Returns a function that waits for it and returns the rows of
-        ``committed``; to be called before the next but one launch."""
+        """Run a step without waiting for it. Returns a function that waits for it and returns what it committed; to be
+        called before the next but one launch."""
         cuda, most = self.device.type == "cuda", self.most_nodes
         if self.budget and self.budget.costs_stale:
             self._measure_again(self.budget)
@@ -389,16 +399,17 @@ class Step:
             return committed
 
         if not cuda:
-            committed = record(self.committed.tolist())
+            committed = record(self.committed.tolist()), self.logprobs.copied(self.running, self.nodes)
             return lambda: committed
         self._host.reverse()
         host, done = self._host[0][: self.running], torch.cuda.Event()
         host.copy_(self.committed, non_blocking=True)
+        logprobs = self.logprobs.copied(self.running, self.nodes)
         done.record(torch.cuda.current_stream(self.device))
 
-        def read() -> list[list[int]]:
+        def read() -> tuple[list[list[int]], Tensor | None]:
             done.synchronize()
-            return record(host.tolist())
+            return record(host.tolist()), logprobs
 
         return read
 
@@ -415,10 +426,16 @@ class Step:
         state = self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed
         return [*state, *seen, *self.drafter.buffers()]
 
+    @property
+    def _graph_key(self) -> tuple[tuple[int, ...], StepSize, int]:
+        """What the operations of the next step depend on: the verifier and the log-probabilities, what is drafted, the
+        rows."""
+        return (*self.verifier.graph_key, *self.logprobs.graph_key), self.choice, self.running
+
     def advance(self, clock: Clock | None = None) -> Callable[[], float] | None:
         """Run a step, or replay its graph, which is captured first where there is none. With a clock, returns a
         function for the seconds that it took; None for a step on a GPU that no graph could hold."""
-        key, step = (self.verifier.graph_key, self.choice, self.running), self.run
+        key, step = self._graph_key, self.run
         if not (self.eager or (key not in self._graphs and not self._capture())):
             graph, self.nodes = self._graphs[key]
             step = graph.replay
@@ -472,5 +489,5 @@ class Step:
             buffer.copy_(before)
         torch.cuda.synchronize()  # an error of the device shows here, not in a later step
         if captured:
-            self._graphs[self.verifier.graph_key, self.choice, self.running] = graph, self.nodes
+            self._graphs[self._graph_key] = graph, self.nodes
         return captured

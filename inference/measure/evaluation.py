@@ -15,6 +15,7 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
+from draftsmith.inference.engine.logprobs import LogprobsMode
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import capacity_for
 from draftsmith.inference.measure import report as reporting
@@ -81,6 +82,8 @@ def evaluate(
     kinds: Sequence[str | None] = (),
     lean: bool | None = None,
     max_draft_nodes: int | None = None,
+    logprobs: int | None = None,
+    logprobs_mode: LogprobsMode = "raw_logprobs",
     one_by_one: bool = False,
     command: str = "",
     keep: Callable[[list[dict[str, Any]]], object] | None = None,
@@ -118,6 +121,7 @@ def evaluate(
         raise ValueError(f"baseline {baseline!r}: must be one of {', '.join(BASELINES)}")
     run = _Evaluation(target, drafters, prompts, mode, sampling or Sampling(), max_new_tokens, batch_size)
     run.lean, run.max_draft_nodes = lean, max_draft_nodes
+    run.logprobs, run.logprobs_mode = logprobs, logprobs_mode
     run.time_methods(baseline, rounds, seconds, kinds)
     run.time_phases()
     run.complete(check_lossless and mode != "mss", one_by_one)
@@ -135,6 +139,8 @@ class _Evaluation:
 
     lean: bool | None = None
     max_draft_nodes: int | None = None
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __init__(
         self,
@@ -157,6 +163,7 @@ class _Evaluation:
         """Decode some prompts, ``rows`` at a time, or as many as are timed."""
         own: dict[str, Any] = engine_options(self.mode, self.sampling, group)
         own["max_draft_nodes"] = self.max_draft_nodes
+        own |= {"logprobs": self.logprobs, "logprobs_mode": self.logprobs_mode}
         rows = self.batch_size if rows is None else rows
         return decoder.generate(group, self.max_new_tokens, batch_size=rows, **own, **more)
 

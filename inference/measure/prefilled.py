@@ -70,7 +70,7 @@ class Prefilled:
             step.drafter.entries.select_where_due([len(text) for text in self.texts])
         totals, selected = torch.zeros(self.rows), time.perf_counter()
         while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
-            rows = step.launch()()
+            rows, _ = step.launch()()
             for own, row in zip(committed, rows, strict=True):
                 own.append(row[0])
             totals += torch.tensor([row[0] for row in rows])

@@ -22,7 +22,8 @@ def write_answers(
 
     ``new_tokens`` count the prefill's token and the stop token; ``accept_lengths`` the committed tokens of each step,
     the target's own included; ``wall_time`` are the seconds of the last round. ``idxs`` are the numbers of the last
-    steps, from 0 (Medusa, EAGLE), ``decoding_steps`` how many there were (Spec-Bench).
+    steps, from 0 (Medusa, EAGLE), ``decoding_steps`` how many there were (Spec-Bench). ``logprobs``, if the results
+    have them, are those of each turn's ``token_ids``, as :meth:`TokenLogprobs.as_json` has them.
     """
     lines: list[str] = []
     pairs = itertools.groupby(zip(prompts, results, strict=True), lambda pair: pair[0].where)
@@ -37,6 +38,10 @@ def write_answers(
             "wall_time": [round(answer.seconds, 6) for answer in answers],
             "accept_lengths": [length for answer in answers for length in answer.accepted],
         }
+        if all(answer.logprobs for answer in answers):
+            choice["logprobs"] = [
+                {"token_ids": answer.tokens, **answer.logprobs.as_json()} for answer in answers if answer.logprobs
+            ]
         row = {
             "question_id": number if asked[0].question is None else asked[0].question,
             "category": asked[0].kind or "other",

@@ -185,6 +185,25 @@ class Verifier:
         seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
         return seen.bool()
 
+    def processed(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
+        """Log-probabilities ``[b, P, V]`` float32 of the distributions that plain sampling draws from, after the nodes
+        of some rows' paths; a greedy row's temperature counts as 1.
+
+        Args:
+            logits: ``[b, P, V]``, after the root and the nodes of ``tokens [b, P − 1]``, which follow it.
+        """
+        settings, seen = self.settings[rows], None
+        if settings.uses_greedy:
+            settings.temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)
+            settings.uses_greedy = False
+        if self.seen is not None and self.penalises:
+            places = logits.shape[1]
+            seen = self.seen[rows, None].repeat(1, places, 1)
+            before = torch.ones(places, places - 1, dtype=torch.uint8, device=seen.device).tril(-1)
+            path = tokens[:, None].expand(-1, places, -1)
+            seen = seen.scatter_reduce(2, path, before.expand(len(seen), -1, -1), "amax").bool()
+        return sampling_distribution(logits, settings, seen).log()
+
     def coupled(self, tree: TokenTree, mask: Tensor | None, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """After each node a number that is finite iff the target's logits are, and its token by coupled sampling:
         ``[B, N]`` each, from its logits ``[B, N, V]``; ``mask [B, N, N]`` is read if :attr:`penalises`."""

@@ -397,6 +397,18 @@ def test_live_texts(run_decode, drafter, target, prompts):
     assert f"4 answers: {total} tokens in " in err and "drafted by" not in err, "no colours, no legend"
 
 
+def test_logprobs_are_shown_below_a_text(run_decode, drafter, target):
+    """A line for each token, to stderr."""
+    (result,) = SpeculativeDecoder(target).generate([Prompt("import os").encode(target)], 9, logprobs=2)
+    code, out, err = run_decode(f"{drafter} --prompt 'import os' --raw --max-new-tokens 9 --logprobs 2")
+    assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
+    lines = [line for line in err.splitlines() if re.match(r" +-\d+\.\d{4}  \"", line)]
+    assert len(lines) == len(result.tokens) and result.logprobs
+    for line, own, top in zip(lines, result.logprobs.token_logprobs, result.logprobs.top_logprobs, strict=True):
+        numbers = [float(number) for number in re.findall(r"(?<!\S)-\d+\.\d{4}(?!\S)", line)]
+        assert numbers == pytest.approx([own, *top], abs=1e-4)
+
+
 def test_each_token_has_the_sources_that_drafted_it(drafter):
     """As many by source as are counted, and none where a step ended."""
     target, both = load_drafter(f"ngram+{drafter}")
@@ -787,6 +799,9 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --live --report x", "--live prints the texts of --prompts and measures nothing"),
         ("DRAFTER ngram --live", "--prompt, --interactive and --live take one DRAFTER"),
         ("DRAFTER --raw", "--raw is for --prompt and --interactive"),
+        ("DRAFTER --logprobs 3", "--logprobs is shown below texts of --prompt, --interactive and --live"),
+        ("DRAFTER --logprobs 21 --live", "--logprobs 21: must be from 0 to 20"),
+        ("DRAFTER --logprobs-mode raw_logprobs --live", "--logprobs-mode raw_logprobs needs --logprobs K"),
         ("DRAFTER --stop x", "--stop is for --prompt, --interactive and --live"),
         ("DRAFTER --live --stop ''", "--stop: the text is empty"),
         ("DRAFTER --system x", "--system is for messages of --prompt and --interactive"),

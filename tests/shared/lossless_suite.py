@@ -8,10 +8,10 @@
 The function makes a fresh drafter for a target (a random Llama of two layers, see :func:`phrases` and :func:`soft`); a
 drafter with a model of its own can derive one from the target (a copy with perturbed weights). Each check is also a
 function of its own: :func:`check_greedy`, :func:`check_coupled`, :func:`check_sampling`, :func:`check_seeds`,
-:func:`check_apart`, :func:`check_warm_up`, :func:`check_static`. The first three return counts, so that a test can
-check more: for example that every accepted length occurred. Sampling is coupled in :func:`check_coupled`, whose texts
-are plain decoding's, and multi-step in :func:`check_sampling`, whose texts have the target's distribution, and in
-:func:`check_seeds`.
+:func:`check_apart`, :func:`check_logprobs`, :func:`check_warm_up`, :func:`check_static`. The first three return counts,
+so that a test can check more: for example that every accepted length occurred. Sampling is coupled in
+:func:`check_coupled`, whose texts are plain decoding's, and multi-step in :func:`check_sampling`, whose texts have the
+target's distribution, and in :func:`check_seeds`.
 
 ``own``: whether a row's drafts depend only on that row's text. If not (trees limited by the costs of the whole batch),
 a request may take other steps in a batch than alone, and only its tokens are fixed; in multi-step sampling only their
@@ -31,9 +31,11 @@ import pytest
 import torch
 from draws import near_tie, occurs
 from scipy import stats
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process
 
 from draftsmith.inference.engine import engine
 from draftsmith.inference.engine import prompts as prompting
@@ -124,6 +126,7 @@ def check_exact(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
     check_warm_up(make_target, make)
     check_coupled(make_target, make, own=own)
     check_apart(make_target, make, own=own)
+    check_logprobs(make_target, make)
     if own:
         check_seeds(make_target, make)
     return check_greedy(make_target, make, own=own)
@@ -348,6 +351,75 @@ def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
 
     patch.setattr(Prefill, "run", recorded)
     return begun
+
+
+def check_logprobs(make_target: Callable[..., Target], make: MakeDrafter) -> None:
+    """Log-probabilities of new tokens and of prompts, greedily, in coupled and in multi-step sampling, alone and in a
+    static batch of 8 rows, beside texts that ask for none: those of transformers' forward pass of the whole text and
+    its logits processors, in float32. Where a row's bits do not depend on the others, also plain decoding's own.
+    """
+    target = phrases(make_target)
+    requests = []
+    for number, request in enumerate(_coupled_requests(target)[3:11]):
+        asked = (None, 0, 3, 20)[number % 4], (None, 2)[number // 2 % 2]
+        mode = "processed_logprobs" if number in (2, 3, 5) else "raw_logprobs"
+        like, prompt = zip(("logprobs", "prompt_logprobs"), asked, strict=True), list(request.prompt)
+        requests.append(replace(request, prompt=prompt, max_new_tokens=8, logprobs_mode=mode, **dict(like)))
+    modes: tuple[Mode, ...] = ("greedy", "sample", "mss")
+    for mode, rows in itertools.product(modes, (1, 8)):
+        decoder = SpeculativeDecoder(target, make(target), static=rows > 1)
+        few = requests if rows > 1 else requests[2:4]
+        results = decoder.serve(few, rows, mode=mode)
+        plain = SpeculativeDecoder(target).serve(few, 1, mode=mode) if decoder.bitwise and mode != "mss" else results
+        for request, result, own in zip(few, results, plain, strict=True):
+            where = f"{mode}, {rows} rows, {request}"
+            assert (result.logprobs, result.prompt_logprobs) == (own.logprobs, own.prompt_logprobs), where
+            assert compare_logprobs(target, request, result, mode) < 1e-4, where
+
+
+def compare_logprobs(target: Target, request: Request, result: Generation, mode: Mode) -> float:
+    """The largest difference of a result's log-probabilities from those of the target's own forward pass, divided by
+    the largest of its logits, after temperature (1 if they are smaller). Of the likeliest tokens the values are
+    compared, and what these ids have there: tokens that nearly tie may swap."""
+    s, prompt, text = request.sampling, list(request.prompt), [*request.prompt, *result.tokens]
+    logits = target.model(torch.tensor([text], device=target.device), use_cache=False).logits[0].float().cpu()
+    raw, scale = logits.log_softmax(-1), max(1.0, float(logits.abs().max()))
+    differences = [0.0]
+    for found, count, first in (
+        (result.prompt_logprobs, request.prompt_logprobs, 1),
+        (result.logprobs, request.logprobs, len(prompt)),
+    ):
+        assert (found is None) == (count is None)
+        if found is None or count is None:
+            continue
+        values = found.token_logprobs
+        if first == 1:
+            assert (values[0], found.top_ids[0], found.top_logprobs[0]) == (None, [], [])
+        tokens = text[1 : len(prompt)] if first == 1 else result.tokens
+        assert len(values) == len(found.top_ids) == len(found.top_logprobs) == len(tokens) + (first == 1)
+        for place, token in enumerate(tokens, first):
+            expected = raw[place - 1]
+            if found.mode == "processed_logprobs" and mode != "greedy":
+                expected = _processed(logits[place - 1], text[:place], s)
+                scale = max(scale, float(logits.abs().max()) / (s.temperature or 1))
+            at = place if first == 1 else place - first
+            ids, top = found.top_ids[at], torch.tensor(found.top_logprobs[at])
+            possible = min(count, int((expected > -torch.inf).sum()))
+            assert len(ids) == len(set(ids)) == len(top) == possible, (ids, expected)
+            pairs = [torch.tensor([values[at]]) - expected[token], top - expected[ids]]
+            pairs.append(top - expected.topk(possible).values)
+            differences += torch.cat(pairs).abs().tolist()
+    return max(differences) / scale
+
+
+def _processed(logits: Tensor, text: list[int], s: Sampling) -> Tensor:
+    """Log-probabilities ``[V]`` by transformers' logits processors, ``text`` being all tokens before."""
+    changes = [logits_process.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)]
+    changes += [logits_process.TemperatureLogitsWarper(s.temperature)] if s.temperature else []
+    changes += [logits_process.TopKLogitsWarper(s.top_k)] if s.top_k else []
+    changes += [logits_process.TopPLogitsWarper(s.top_p)] if s.top_p < 1 else []
+    changes += [logits_process.MinPLogitsWarper(s.min_p)] if s.min_p else []
+    return logits_process.LogitsProcessorList(changes)(torch.tensor([text]), logits[None])[0].log_softmax(-1)
 
 
 def check_seeds(make_target: Callable[..., Target], make: MakeDrafter) -> None:

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from draws import fixed_seed, occurs
 from training_runs import Killed, Runs, write_recipe
@@ -478,7 +479,8 @@ def test_another_recipe_is_refused(run):
         f"error: {folder}: its answers belong to another recipe (decoding.max_new_tokens: {NEW} → {NEW - 1}); "
         "set run.name, or pass --restart to begin anew and delete them\n"
     )
-    assert lines_of(folder) == before
+    asks = run.refused("whole", "data.seeds.0.limit=3", "decoding.logprobs=0")
+    assert lines_of(folder) == before and "(decoding.logprobs: null → 0)" in asks
     run("whole", "data.seeds.0.limit=3", "engine.batch_size=2")  # which is only how fast
     run("whole", "decoding.max_new_tokens=3", "--restart")
     assert len(lines_of(folder)) == 20 and (folder / "mine.txt").exists()
@@ -493,6 +495,8 @@ def test_dry_run_writes_nothing(run):
     assert "<|system|>\nBe brief.<|end|>\n<|user|>\n" in run.out and run.out.rstrip().endswith("<|assistant|>")
     run("whole", "--dry-run", "backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}")
     assert '"content": "Be brief."' in run.out and not folder.exists()
+    asks = "decoding.logprobs=1", "backend=endpoint", "endpoint={url: 'http://localhost:1', model: m}"
+    assert "decoding.logprobs is for backend engine; leave it out" in run.refused("whole", "--dry-run", *asks)
 
 
 WRONG = {
@@ -500,6 +504,7 @@ WRONG = {
     "backend=endpoint": "backend endpoint needs the section 'endpoint'; add it",
     "target=null": "backend engine needs the section 'target'; add it",
     "engine.max_length=12": "decoding.max_new_tokens=12 leaves no room for a prompt within engine.max_length=12",
+    "decoding.logprobs=21": "'decoding.logprobs': input should be less than or equal to 20",
     "endpoint={url: 'http://key@x/v1', model: m}": "'endpoint.url': a server's address is http",
     "data.template=nowhere.jinja": "neither a Jinja template nor a file",
 }
@@ -535,12 +540,19 @@ def silent(messages):
 
 
 def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
-    folder = run("whole")
+    folder = run("whole", "decoding.logprobs=1")
     source = {"source": str(folder / "shard-00000.jsonl")}
     data = Data.model_validate({"train": [source], "validation": [source], "max_length": 250})
-    tokenizer = load_target(str(tiny_lm)).tokenizer
+    target = load_target(str(tiny_lm))
+    tokenizer = target.tokenizer
     sampled = tokenized(data.train[0], data, tokenizer)
     lines = [json.loads(line) for line in lines_of(folder).values()]
+    for one in (one for line in lines for one in line["token_ids"]):
+        found, prompt, answer = one["logprobs"], one["prompt"], one["answer"]
+        logits = target.logits(target.hidden(torch.tensor([prompt + answer[:-1]])))[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+        assert found["mode"] == "raw_logprobs" and found["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert found["top_ids"] == [[token] for token in answer], "greedy answers"
     ids = [token for line in lines for one in line["token_ids"] for token in one["answer"]]
     assert sampled.tokens[sampled.supervised].tolist() == ids, "the tokens that were sampled"
     for line in lines:

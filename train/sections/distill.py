@@ -52,6 +52,16 @@ class Decoding(Section):
         default=1.0, ge=1e-3, le=1e3, description="of the user's messages that the target writes, whatever the mode"
     )
     user_tokens: Tokens = Field(default=128, description="of such a message; a longer one is not used")
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=20,
+        description="keep the log-probabilities of an answer's tokens, and of so many of the likeliest tokens in the "
+        "place of each; backend engine",
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = Field(
+        default="raw_logprobs", description="of the target's logits, or after temperature, top_k and top_p"
+    )
 
 
 class Engine(Section):
@@ -132,6 +142,8 @@ class DistillRecipe(Section):
                 f"decoding.max_new_tokens={self.decoding.max_new_tokens} leaves no room for a prompt within "
                 f"engine.max_length={self.engine.max_length}"
             )
+        if self.backend == "endpoint" and self.decoding.logprobs is not None:
+            raise ValueError("decoding.logprobs is for backend engine; leave it out")
         if self.backend == "endpoint" and self.data.written:
             raise ValueError("data.written is for backend engine; a server does not continue the user's turn")
         return self

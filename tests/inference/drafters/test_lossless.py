@@ -150,6 +150,23 @@ def test_texts_are_those_of_plain_decoding(make_target, name, check):
     assert check != GREEDY or name not in DEPTHS or set(found) == set(range(1, DEPTHS[name] + 2)), found
 
 
+KINDS = (
+    "n-grams",
+    "heads of a draft vocabulary",
+    "a draft model's tree",
+    "EAGLE-1",
+    "EAGLE-3's dynamic tree",
+    "DynaSpec",
+)
+
+
+@pytest.mark.parametrize("name", [*KINDS, "snapkv", "heads and n-grams", "heads and n-grams by cost"])
+def test_logprobs_are_those_of_the_target_alone(make_target, name):
+    """Of each kind of drafter, and of merges."""
+    maker, _ = (EXACT | BY_BATCH)[name]
+    suite.check_logprobs(make_target, of(maker, make_target))
+
+
 # ---- the target's distribution
 
 LISTS = {

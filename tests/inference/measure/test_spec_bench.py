@@ -19,7 +19,7 @@ QUESTIONS = [
 def folder(tiny_lm, tmp_path_factory, run_decode):
     folder = tmp_path_factory.mktemp("answers")
     (folder / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    options = f"--max-new-tokens 40 --report {folder} --answers {folder / 'new/a.jsonl'}"
+    options = f"--max-new-tokens 40 --logprobs 1 --report {folder} --answers {folder / 'new/a.jsonl'}"
     code, _, err = run_decode(f"ngram none --target {tiny_lm} --prompts {folder / 'question.jsonl'} {options}")
     assert code == 0 and f"wrote {folder / 'new/a-ngram.jsonl'}\n" in err, err
     return folder
@@ -56,7 +56,10 @@ def test_a_reader_finds_the_reports_figures(folder, tiny_lm, drafter):
 def test_exact_answers_are_equal(folder, target):
     ngram, none = (read(folder / f"new/a-{drafter}.jsonl") for drafter in ("ngram", "none"))
     assert [line["choices"][0]["turns"] for line in ngram] == [line["choices"][0]["turns"] for line in none]
-    (plain,) = SpeculativeDecoder(target).generate([target.tokenizer("import os")["input_ids"]], 40)
+    (plain,) = SpeculativeDecoder(target).generate([target.tokenizer("import os")["input_ids"]], 40, logprobs=1)
+    assert plain.logprobs
+    for lines in (ngram, none):  # bit for bit the same
+        assert lines[3]["choices"][0]["logprobs"] == [{"token_ids": plain.tokens, **plain.logprobs.as_json()}]
     assert ngram[3]["choices"][0]["turns"] == [answer_text(target, plain.tokens)]
 
 
