@@ -95,6 +95,7 @@ class Queue:
         rows = max(fewest, 1 << (count - 1).bit_length()) if count else step.running
         if not self.exhausted or self.prompts or step.drafter.keeps_rows or rows >= step.running:
             return
+        step.prefill.forget([row for row, text in enumerate(self.texts) if text is None])
         free = (row for row in range(rows) if self.texts[row] is None)
         for text in self.texts[rows : step.running]:
             if text is not None:

@@ -202,6 +202,7 @@ class Step:
     ) -> list[int]:
         """Prefill new texts into rows, by these ``numbers``, without a step in between. Returns each row's first token;
         −1 where the target's logits are not finite."""
+        self.first_rows.use(self.rows)
         waiting = [Prompt(*each) for each in zip(numbers, prompts, samplings, strict=True)]
         for prompt in waiting:
             self.prefill.prefixes.begin(prompt.row, prompt.tokens)
