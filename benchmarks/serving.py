@@ -34,8 +34,8 @@ same times, as many at once as the engine has rows, so that it is measured as we
 parameter, so that none is the server's default. Its τ is not known here; its texts are compared where it returns token
 ids, as vLLM does.
 
-The engine reads a new prompt while the other rows wait, and a step with a drafter computes all rows, occupied or not:
-both are in the figures.
+The engine reads a chunk of new prompts while the other rows wait, and a step with a drafter computes all rows, occupied
+or not: both are in the figures.
 """
 
 import argparse
@@ -173,6 +173,7 @@ def print_tables(found: Mapping[str, Any]) -> None:
             "p90\n× plain",
             "first token, s\np50 / p99",
             "per token, ms\np50 / p99",
+            "worst gap\nms",
             "tokens/s",
             "rows",
             "waiting\nat the end",
@@ -192,6 +193,7 @@ def print_tables(found: Mapping[str, Any]) -> None:
                     ratio,
                     _times(row["first_token"], ("p50", "p99")),
                     _times(row["per_token"], ("p50", "p99"), 1e3, ".1f"),
+                    _times(row, ("worst_gap",), 1e3, ".1f"),
                     f"{row['tokens_per_second']:.1f}",
                     f"{row['rows']:.2f}",
                     waiting + (": the queue grew" if row["grew"] else "") + (f", {left} not answered" if left else ""),

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class Served:
     taken, first, last: when a request got its row, its first and its last token; infinite if it was not taken.
     answers: the results of the requests that were taken.
     seconds: until the last token.
+    gaps: of each request the longest time between two of its tokens that came in different steps; empty if not known.
     """
 
     workload: Workload
@@ -99,6 +100,7 @@ class Served:
     last: list[float]
     answers: list[Generation]
     seconds: float
+    gaps: list[float] = field(default_factory=list)
 
     @property
     def requests(self) -> list[tuple[float, float, float, float, int]]:
@@ -137,7 +139,7 @@ def measure(
     requests = [
         Request(prompts[number], limit) for number, limit in zip(workload.prompts, workload.limits, strict=True)
     ]
-    first, last = [math.inf] * count, [math.inf] * count
+    first, last, gaps = [math.inf] * count, [math.inf] * count, [0.0] * count
     answers: list[Generation] = []
     began, ended = time.perf_counter(), itertools.count(1)
 
@@ -148,7 +150,9 @@ def measure(
     before = 0  # requests taken by earlier calls of serve, which numbers its own from 0
 
     def add_tokens(number: int, new: list[int]) -> None:
-        last[before + number] = now = clock()
+        now = clock()
+        gaps[before + number] = max(gaps[before + number], now - last[before + number])  # −∞ at the first token
+        last[before + number] = now
         first[before + number] = min(first[before + number], now)
 
     def end(number: int, result: Generation) -> None:
@@ -161,7 +165,7 @@ def measure(
         # It returns when no text is being decoded and no request waits.
         answers += decoder.serve(waiting, rows, max_length=max_length, on_tokens=add_tokens, on_end=end)
     taken = waiting.taken + [math.inf] * (count - len(waiting.taken))
-    return Served(workload, taken, first, last, answers, max(last[: len(answers)]))
+    return Served(workload, taken, first, last, answers, max(last[: len(answers)]), gaps)
 
 
 def measure_server(
@@ -325,6 +329,7 @@ def load_figures(method: Sequence[Served], plain: Sequence[Served]) -> dict[str,
         figures[f"latency_{each}_over_plain_interval"] = interval and [rounded(bound) for bound in interval]
     return figures | {
         "tokens_per_second": rounded(sum(sum(served.tokens) for served in method) / seconds, 2),
+        "worst_gap": rounded(max((gap for served in method for gap in served.gaps), default=math.nan), 6),
         "rows": rounded(occupied / seconds),
         "waiting": waiting,
         "grew": queue_grew(waiting, count),

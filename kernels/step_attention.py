@@ -21,7 +21,7 @@ from torch import Tensor
 from draftsmith.kernels.attention_plan import KERNEL_TILE, TILE
 from draftsmith.kernels.attention_tiles import attention_tile
 from draftsmith.kernels.backend import constant, dense, jit, tl
-from draftsmith.kernels.tree_attention import TreeKeys, add_tile, tree_attention_cached
+from draftsmith.kernels.tree_attention import Segments, TreeKeys, add_tile, segment_attention, tree_attention_cached
 
 SPAN = 512  # positions of a part, which one program adds up
 _KERNEL_SPAN = constant(SPAN)
@@ -221,10 +221,19 @@ def _attend_same_bits(
 
 
 def attend_tree(
-    q: Tensor, k: Tensor, v: Tensor, tree_keys: TreeKeys, scale: float, window: int = 0, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree_keys: TreeKeys | Segments,
+    scale: float,
+    window: int = 0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of a forward pass's keys: ``q [B, Hq, Q, D]``, ``k, v [B, Hkv, S, D]`` → ``[B, Hq, Q, D]``; scale,
-    window and softcap as :func:`tree_attention_cached` takes them."""
+    window and softcap as :func:`tree_attention_cached` takes them. With :class:`Segments` the pass is one of prompts,
+    and q as :func:`segment_attention` takes it."""
+    if isinstance(tree_keys, Segments):
+        return segment_attention(q, k, v, tree_keys, scale, window, softcap)
     lengths, ancestors, depth, key_depth, plans, same_bits = tree_keys
     if same_bits:
         return _attend_same_bits(q, k, v, tree_keys, scale, window, softcap)

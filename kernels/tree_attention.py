@@ -20,7 +20,7 @@ is L + depth(i).
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,32 @@ def causal_ancestors(nodes: int, device: torch.device) -> Tensor:
     bits = (torch.arange(1, nodes + 1, device=device)[:, None] - first).clamp(0, 64)  # of each word: its lowest ones
     one = torch.ones_like(bits)
     return torch.where(bits == 64, -one, (one << bits.clamp(max=63)) - 1)[None]
+
+
+class Segments(NamedTuple):
+    """Parts of prompts, one after the other in one pass of T queries: query i of a part is the token at position
+    start + i of its row, and sees all positions up to its own.
+
+    rows, starts, firsts, counts: ``[P]`` int64 each, contiguous: of a part its row of the cache, its first position,
+        the place of its first query among the T, and the number of its queries.
+    most: the largest of the counts.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    firsts: Tensor
+    counts: Tensor
+    most: int
+
+
+class SegmentBias(NamedTuple):
+    """A part as :func:`tree_attention` reads it: its row of the cache, its first query and the one after its last, and
+    the additive mask ``[1, 1, count, end]`` over the row's slots up to its own."""
+
+    row: int
+    first: int
+    after: int
+    bias: Tensor
 
 
 class TreeKeys(NamedTuple):
@@ -162,9 +188,22 @@ def tree_attention_reference(
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | Sequence[SegmentBias] | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """:func:`tree_attention_reference` by PyTorch's fused attention where there is no soft cap, which that lacks."""
+    """:func:`tree_attention_reference` by PyTorch's fused attention where there is no soft cap, which that lacks. With
+    parts of prompts in place of a bias, q is ``[1, Hq, T, D]``, and each part attends to its own row."""
+    if isinstance(bias, Sequence):
+        alone, parts = len(bias) == 1, list[Tensor]()
+        for row, first, after, own in bias:
+            queries = q if alone else q[:, :, first:after]  # the heads of a single token may come grouped
+            keys, values = (each[row : row + 1, :, : own.shape[3]] for each in (k, v))
+            parts.append(tree_attention(queries, keys, values, own, scale, softcap))
+        return parts[0] if alone else torch.cat(parts, 2)
     if softcap is not None:
         return tree_attention_reference(q, k, v, bias, scale, softcap)
     if q.shape[2] == 1 and q.shape[1] != k.shape[1]:  # the heads of a group as queries of one head
@@ -263,6 +302,7 @@ def _tree_attention_kernel(
     key_depth,
     plan,
     partials,
+    segments,
     num_queries,
     num_tree_keys,
     settings,
@@ -284,7 +324,8 @@ def _tree_attention_kernel(
     :class:`draftsmith.kernels.attention_plan.Plan`. partials: values ``[I − B + 1, Q, Hq, D]`` and log2 of the softmax
     sums ``[I − B + 1, Q, Hq]`` of the items of rows that are split; and ``arrived``, None or a zero for each row of the
     batch and key/value head: with it, and one block of rows, the last of a row's items to come merges all of them and
-    leaves a zero. settings: D, scale · log2 e, soft cap or None.
+    leaves a zero. segments: None, or the rows, first queries and counts of :class:`Segments`, each an item, with its
+    positions before as ``lengths``; ancestors and depths are not read. settings: D, scale · log2 e, soft cap or None.
 
     The blocks of BLOCK_N keys divide a tile, so that the bits of a block of tree keys lie in one word.
     """
@@ -306,19 +347,34 @@ def _tree_attention_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = (row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
+    length = tl.load(lengths + batch)
+    cache_row = batch
+    if segments is None:
+        q += batch * q_batch
+        out += batch * out_batch
+    else:
+        cache_rows, firsts, counts = segments
+        cache_row = tl.load(cache_rows + batch)
+        q += tl.load(firsts + batch) * q_query
+        out += tl.load(firsts + batch) * out_query
+        num_queries = tl.load(counts + batch)
+        if tl.program_id(0) * BLOCK_M >= num_queries * GROUP:
+            return
+        num_tree_keys = tl.minimum(num_queries, (tl.program_id(0) + 1) * BLOCK_M // GROUP + 1)  # no later one is seen
     exists = query < num_queries
     d = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (d < width)[None, :]
-    length = tl.load(lengths + batch)
 
-    rows_q = q + batch * q_batch + head * q_head + query * q_query
+    rows_q = q + head * q_head + query * q_query
     queries = tl.load(rows_q[:, None] + d[None, :], mask=inside, other=0.0)
-    k += batch * k_batch + kv_head * k_head
-    v += batch * v_batch + kv_head * v_head
+    k += cache_row * k_batch + kv_head * k_head
+    v += cache_row * v_batch + kv_head * v_head
     cache = (k, v, k_slot, v_slot, width)
     first = length * 0  # the first slot that any query sees
+    own_depth = query
     if WINDOW:
         first = tl.maximum(length - WINDOW + 1, 0)
+    if WINDOW and segments is None:
         own_depth = tl.load(depth + batch * depth_batch + query, mask=exists, other=0)
     prefix_tiles = tl.cdiv(length - first, KERNEL_TILE)
     start = prefix_tiles * 0
@@ -346,13 +402,18 @@ def _tree_attention_kernel(
         begin = block * BLOCK_N
         node = begin + tl.arange(0, BLOCK_N)
         stored = node < num_tree_keys
-        word = tl.load(
-            ancestors + batch * ancestors_batch + query * ancestors_query + begin // 64, mask=exists, other=0
-        )
-        seen = ((word[:, None] >> (node % 64)[None, :]) & 1) != 0
+        its_depth = node
+        if segments is None:
+            word = tl.load(
+                ancestors + batch * ancestors_batch + query * ancestors_query + begin // 64, mask=exists, other=0
+            )
+            seen = ((word[:, None] >> (node % 64)[None, :]) & 1) != 0
+        else:
+            seen = node[None, :] <= query[:, None]
         seen = seen & stored[None, :]
-        if WINDOW:
+        if WINDOW and segments is None:
             its_depth = tl.load(key_depth + batch * key_depth_batch + node, mask=stored, other=0)
+        if WINDOW:
             seen = seen & (own_depth[:, None] - its_depth[None, :] < WINDOW)
         best, total, acc = add_tile(
             queries, cache, length + node, stored, seen, (best, total, acc), log2_scale, softcap, BLOCK_D
@@ -360,7 +421,7 @@ def _tree_attention_kernel(
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if parts == 1:
-        rows_out = out + batch * out_batch + head * out_head + query * out_query
+        rows_out = out + head * out_head + query * out_query
         tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     elif plan is not None:
         partial, partial_lse, arrived = partials
@@ -397,7 +458,7 @@ def _tree_attention_kernel(
                         total = total * rescale + weights
                         best = new_best
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-                rows_out = out + batch * out_batch + head * out_head + query * out_query
+                rows_out = out + head * out_head + query * out_query
                 tl.store(rows_out[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -578,7 +639,7 @@ def tree_attention_cached(
     with torch.cuda.device_of(q):
         _tree_attention_kernel[grid](
             *((one, *one.stride()[:3]) for one in (q, k, v, out)),  # out's strides computed from others would spill
-            *(lengths, ancestors, *depths, None if plan is None else (*plan,), partials),
+            *(lengths, ancestors, *depths, None if plan is None else (*plan,), partials, None),
             *(queries, num_tree_keys, (width, scale * math.log2(math.e), softcap), *ancestors.stride()[:2]),
             *(0 if one is None else one.stride(0) for one in depths),
             **{"KV_HEADS": kv_heads, "GROUP": group, "WINDOW": window, **tile},
@@ -588,4 +649,47 @@ def tree_attention_cached(
             merged = {"HEADS": heads, "BLOCK_I": 8, "BLOCK_H": block_h, "BLOCK_D": tile["BLOCK_D"], "num_warps": 4}
             grid = (queries, -(-heads // block_h), rows)
             _merge_items_kernel[grid]((*plan,), partials, out, queries, width, **merged)
+    return out
+
+
+def segment_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0, softcap: float | None = None
+) -> Tensor:
+    """The definition of :func:`segment_attention`, part by part (it synchronises to read the parts)."""
+    parts: list[SegmentBias] = []
+    for row, start, first, count in torch.stack(segments[:4], 1).tolist():
+        bias = causal_bias(start, count, window, q.dtype, q.device)
+        parts.append(SegmentBias(row, first, first + count, bias))
+    return tree_attention(q, k, v, parts, scale, softcap)
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0, softcap: float | None = None
+) -> Tensor:
+    """Attention of the queries of several prompts' parts to the rows of the cache in which their keys already are.
+
+    Args:
+        q: ``[1, Hq, T, D]`` float32, float16 or bfloat16, of any strides, the parts one after the other.
+        k, v: ``[B, Hkv, S, D]`` views of the cache.
+        scale, window, softcap: as in :func:`tree_attention_cached`.
+
+    Returns:
+        ``[1, Hq, T, D]``.
+    """
+    if why_not_triton(q):
+        return segment_attention_reference(q, k, v, segments, scale, window, softcap)
+    q = dense(q)
+    rows, starts, firsts, counts, most = segments
+    (_, heads, queries, width), kv_heads, group = q.shape, k.shape[1], q.shape[1] // k.shape[1]
+    out = q.new_empty(1, queries, heads, width).transpose(1, 2)
+    shape = Shape(len(rows), most, heads, kv_heads, width, q.dtype, q.device)
+    measure_tile(shape, _attend_chain)
+    tile, softcap = tile_of(shape, softcap is not None), softcap or None
+    with torch.cuda.device_of(q):
+        _tree_attention_kernel[(-(-most * group // tile["BLOCK_M"]), kv_heads, len(rows))](
+            *((one, *one.stride()[:3]) for one in (q, k, v, out)),
+            *(starts, None, None, None, None, None, (rows, firsts, counts)),
+            *(most, most, (width, scale * math.log2(math.e), softcap), 0, 0, 0, 0),
+            **{"KV_HEADS": kv_heads, "GROUP": group, "WINDOW": window, **tile},
+        )
     return out

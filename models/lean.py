@@ -30,11 +30,13 @@ from draftsmith.kernels.gated import ACTS, act_name, gated
 from draftsmith.kernels.linear import choose, folding_form, partial_buffer, partial_product, product
 from draftsmith.kernels.rotate_write import rotate_write
 from draftsmith.kernels.step_attention import attend_tree
-from draftsmith.kernels.tree_attention import TreeKeys, tree_attention
+from draftsmith.kernels.tree_attention import SegmentBias, Segments, TreeKeys, tree_attention
 
 if TYPE_CHECKING:  # it needs this module
     from draftsmith.models.lean_native import NativeLayers
 
+# By window, the additive mask of a pass; None where every slot is visible; or the parts of a pass of prompts.
+Biases = Mapping[int, Tensor | Sequence[SegmentBias] | None]
 # Called with a layer's queries ``[B, H, N, D]``, its scale, window and soft cap before its attention.
 Observer = Callable[[Tensor, float, int, float | None], None]
 NO_KERNELS = "there are no kernels"  # why layers are not fused, on a CPU without a compiler
@@ -275,8 +277,9 @@ class LeanDecoder:
         views: Sequence[tuple[Tensor, Tensor, Tensor]],
         tables: Mapping[str, Tensor],
         *,
-        biases: Mapping[int, Tensor | None] | None = None,
-        tree_keys: TreeKeys | None = None,
+        biases: Biases | None = None,
+        tree_keys: TreeKeys | Segments | None = None,
+        rows: Tensor | None = None,
         captures: Sequence[int] = (),
         buffers: Sequence[Buffers | FusedBuffers] | None = None,
         observer: Observer | None = None,
@@ -286,6 +289,8 @@ class LeanDecoder:
         Args:
             tokens, positions: ``[B, N]`` int64.
             slots: ``[B or 1, N]`` int64, where keys and values are written.
+            rows: ``[1, N]`` int64, the row of the cache of each token of a pass of prompts, in which B is 1; in other
+                passes each row has its own.
             views: of each layer's cache: keys and values together ``[B, slots, 2, G, D]``, where the new ones are
                 written; the keys, and the values, of the slots attended to ``[B, G, S, D]``.
             tables: from :meth:`tables`.
@@ -297,24 +302,26 @@ class LeanDecoder:
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
-        rows, count = tokens.shape
+        batch, count = tokens.shape
         x = self.embed(tokens).flatten(0, 1)  # [M, d], updated in place
         if self._runs_native(tree_keys is None):
-            assert self.native is not None and tree_keys is not None
+            assert self.native is not None and isinstance(tree_keys, TreeKeys)
             hidden, inputs = self.native.run(x, positions, slots, views, tables, tree_keys, captures=captures)
-            return hidden.view(rows, count, -1), [each.view(rows, count, -1) for each in inputs]
-        buffers = buffers or self.buffers(rows, count, tree_keys is None)
+            return hidden.view(batch, count, -1), [each.view(batch, count, -1) for each in inputs]
+        buffers = buffers or self.buffers(batch, count, tree_keys is None)
         normed, written = x, (slots, slots)
         rotations: Mapping[str, Sequence[Tensor]] = {}
         is_normed = False  # whether fused layers have written the norm of x after them
         if isinstance(buffers[0], FusedBuffers):
             normed = torch.empty_like(x)
         else:
-            rotations, written = self.rotations(positions, tables), (buffers[0].rows, slots)
+            rotations, written = self.rotations(positions, tables), (rows, slots)
+            if rows is None:
+                written = (buffers[0].rows, slots)
         captured: dict[int, Tensor] = {}
         for number, (layer, own_buffers, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
             if number in captures:
-                captured[number] = x.view(rows, count, -1).clone()
+                captured[number] = x.view(batch, count, -1).clone()
             if isinstance(own_buffers, FusedBuffers):
                 assert tree_keys is not None
                 last = number + 1 == len(self.layers)
@@ -327,7 +334,7 @@ class LeanDecoder:
                     normed,
                     tables[layer.rope],
                     positions,
-                    slots,
+                    slots if rows is None else _slots_of_all(slots, rows, view[0]),
                     view,
                     tree_keys,
                     after,
@@ -336,7 +343,13 @@ class LeanDecoder:
             else:
                 run_layer(layer, own_buffers, x, written, view, rotations[layer.rope], biases, tree_keys, observer)
         hidden = normed if isinstance(buffers[0], FusedBuffers) else self.norm(x)
-        return hidden.view(rows, count, -1), [captured[number] for number in captures]
+        return hidden.view(batch, count, -1), [captured[number] for number in captures]
+
+
+def _slots_of_all(slots: Tensor, rows: Tensor, both: Tensor) -> Tensor:
+    """The slots of tokens of several rows, counted from the first row's first slot, as if all were in that row, for
+    a kernel, which checks none."""
+    return slots + rows * (both.stride(0) // both.stride(1))
 
 
 def run_layer(
@@ -346,8 +359,8 @@ def run_layer(
     written: tuple[Tensor, Tensor],
     view: tuple[Tensor, Tensor, Tensor],
     rotation: Sequence[Tensor],
-    biases: Mapping[int, Tensor | None] | None,
-    tree_keys: TreeKeys | None,
+    biases: Biases | None,
+    tree_keys: TreeKeys | Segments | None,
     observer: Observer | None = None,
 ) -> None:
     """Run a layer on ``x [M, d]`` in place. ``written``: rows and slots of the new keys; ``rotation``: cos and sin."""
@@ -388,7 +401,7 @@ def run_fused_layer(
     positions: Tensor,
     slots: Tensor,
     view: tuple[Tensor, Tensor, Tensor],
-    tree_keys: TreeKeys,
+    tree_keys: TreeKeys | Segments,
     after: WeightAndEps,
     ends_normed: bool = True,
 ) -> bool:

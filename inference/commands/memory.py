@@ -12,7 +12,7 @@ from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import SpeculativeDecoder
-from draftsmith.inference.engine.queue import PREFILL_TOKENS
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.sizes import Sizes, kv_bytes, sizes_of
 from draftsmith.models.tokenizer import load_tokenizer

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk, Part, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner, find_lean
 from draftsmith.inference.trees.by_level import DraftHead, Hidden, LevelPass, Levels
@@ -142,9 +143,15 @@ class CompressedCache:
         self.held[row] = self.without[row] = self.stored[row] = 0
         self.left_out[row] = 0
 
-    def read_prompts(self, tokens: Tensor, start: int, rows: Rows) -> None:
-        """Keep the tokens of a chunk of prompts, ``[b, T]``."""
-        self.text[rows, start : start + tokens.shape[1]] = tokens
+    def read_prompts(self, chunk: Chunk) -> None:
+        """Keep the tokens of parts of prompts, which the model's own cache holds, too."""
+        self.text[chunk.rows, chunk.positions] = chunk.tokens
+        for part in chunk.parts:
+            self.stored[part.row] = part.end
+
+    def take_lengths(self, state: State) -> None:
+        """Take the selected entries as the text before the tree; none in rows without a text."""
+        torch.mul(state.length - self.left_out, state.active, out=self.cache.lengths)
 
     def read_root(self, state: State) -> None:
         """Keep the root."""
@@ -190,7 +197,9 @@ class CompressedCache:
         self.held = lengths
 
     def store(self, lengths: list[int]) -> None:
-        """The other way: give the model's own cache what was written here alone."""
+        """The other way: give the model's own cache what was written here alone. A row without a text has length 0, and
+        keeps what its prompt has given to that cache."""
+        lengths = [*map(max, lengths, self.stored)]
         longest = max(length - stored for length, stored in zip(lengths, self.stored, strict=True))
         if longest > 0:
             starts = torch.tensor([self.stored, self.without], device=self.left_out.device)
@@ -236,7 +245,7 @@ class CompressedCache:
             number = next(layers)
             if sliding:
                 return
-            keys, values = (each[0, :, :length] for each in self.full.layer(number))  # of this row alone
+            keys, values = (each[row, :, :length] for each in self.full.layer(number))
             own_keys, own_values = (each[row, :, :entries] for each in self.cache.layer(number))
             pool = 1 if window == 1 else POOL
             # A single query's heads may come grouped: [1, Hkv, Hq / Hkv, D].
@@ -250,8 +259,9 @@ class CompressedCache:
 
         changed = self.full.of_row(row, start, length)
         before = [each.clone() for each in changed]
-        with self.full.only(slice(row, row + 1), length):
-            self.observer.forward_chunk(self.text[row : row + 1, start:length], start, observer=observe)
+        places = self.numbers[start:length]
+        last = Chunk([Part(row, start, window)], self.text[row, places], torch.full_like(places, row), places)
+        self.observer.forward_prompts(last, observer=observe)
         for each, kept in zip(changed, before, strict=True):
             each.copy_(kept)
 
@@ -267,7 +277,7 @@ class CompressedDrafter(Drafter):
         self.branching, self.random = self.levels.branching, self.levels.random
         module = None if target.changes_logits else target.lm_head
         self.head = DraftHead(lambda hidden: (target.logits(hidden), None), module, target.vocab_size, None)
-        self.static = selector.name != "topk"
+        self.static, self.reuses = selector.name != "topk", True
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         self.in_graphs = static and self.static
@@ -284,22 +294,25 @@ class CompressedDrafter(Drafter):
     def end(self, row: int) -> None:
         self.entries.end(row)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        self.entries.read_prompts(tokens, start, rows)
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        self.entries.read_prompts(chunk)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        self.entries.text[row, : len(tokens)] = to_device(tokens, self.entries.text.device)
 
     def prepare(self, state: State) -> None:
         """For static steps, which append by themselves: select where a text begins, or where it may be due. That is
         known after waiting for the device, once in some steps."""
         if self.in_graphs and self.entries.may_be_full():
-            self.entries.held = state.length.tolist()
+            self.entries.held = (state.length * state.active).tolist()
             self.entries.select_where_due(self.entries.held)
 
     def propose(self, state: State) -> TokenTree:
         if not self.in_graphs:
-            lengths = state.length.tolist()
+            lengths = (state.length * state.active).tolist()
             self.entries.select_where_due(lengths)
             self.entries.append(lengths)
-        torch.sub(state.length, self.entries.left_out, out=self.cache.lengths)
+        self.entries.take_lengths(state)
         self.cache.lengths.clamp_(max=self.entries.most)  # in warm-up steps
         self.entries.read_root(state)
         root = self.levels.passes[0]

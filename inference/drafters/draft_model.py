@@ -14,12 +14,14 @@ import itertools
 import operator
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.compressed import CompressedCache, Selector
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
@@ -109,6 +111,7 @@ class DraftModelDrafter(Drafter):
             self.lm = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
+        self.reuses = selector is None
         self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary = target.vocab_size
         embedding = model.embeddings.weight
@@ -157,6 +160,7 @@ class DraftModelDrafter(Drafter):
         # missing tokens follows from it, and is 0 in warm-up steps, which reset the lengths: these then write no slot
         # before the length.
         self.cached = torch.full((rows,), ALL_CACHED, dtype=torch.int64, device=device)
+        self.at_end: dict[int, Tensor] = {}  # of rows whose texts have ended: ``cached`` at that time
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = torch.arange(max(self.num_nodes, self.max_depth, self.max_missing) + 2, device=device)
@@ -168,19 +172,27 @@ class DraftModelDrafter(Drafter):
         return own
 
     def begin(self, rows: Rows) -> None:
-        self.cached[rows] = ALL_CACHED  # the prefill runs the whole prompt
         if self.entries is not None:
             self.entries.begin(rows)
 
     def end(self, row: int) -> None:
+        self.at_end[row] = self.cached[row].clone()
         if self.entries is not None:
             self.entries.end(row)
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        return common if common <= read else min(common, max(read, int(self.at_end[source])))
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        if source != row:
+            self.own.copy_row(source, row, len(tokens))
+        self.cached[row] = ALL_CACHED
 
     def prepare(self, state: State) -> None:
         """For static steps: select where a text begins, or where it may be due, after waiting for the device."""
         if self.entries is not None and not self.eager and self.entries.may_be_full():
-            self._select(self.entries, torch.minimum(self.cached, state.length).tolist())
-            self.entries.held = state.length.tolist()  # of which it has run all but the missing ones
+            self._select(self.entries, (torch.minimum(self.cached, state.length) * state.active).tolist())
+            self.entries.held = (state.length * state.active).tolist()  # of which it has run all but the missing ones
 
     def _select(self, entries: CompressedCache, lengths: list[int]) -> None:
         """Select from all that was cached, ``lengths`` tokens, which the model's own cache is given first."""
@@ -189,11 +201,12 @@ class DraftModelDrafter(Drafter):
         entries.store(lengths)
         entries.select_where_due(lengths)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        chunk = replace(chunk, tokens=self._readable(chunk.tokens))
         if self.entries is not None:
-            self.entries.read_prompts(self._readable(tokens), start, rows)
-        with self.own.only(rows, start + tokens.shape[1]):
-            self.reader.forward_chunk(self._readable(tokens), start)
+            self.entries.read_prompts(chunk)
+        self.reader.forward_prompts(chunk)
+        self.cached[chunk.rows] = ALL_CACHED
 
     def propose(self, state: State) -> TokenTree:
         if self.entries is not None:
@@ -222,10 +235,10 @@ class DraftModelDrafter(Drafter):
     def _attend_to(self, entries: CompressedCache, state: State) -> None:
         """Select, in eager steps where it is due, and take the selected entries as the text before the tree."""
         if self.eager:
-            cached = torch.minimum(self.cached, state.length).tolist()
+            cached = (torch.minimum(self.cached, state.length) * state.active).tolist()
             if entries.due(cached):
                 self._select(entries, cached)
-        torch.sub(state.length, entries.left_out, out=self.cache.lengths)
+        entries.take_lengths(state)
         entries.read_root(state)
 
     def _held(self, lengths: Tensor) -> Tensor:

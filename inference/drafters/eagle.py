@@ -13,6 +13,7 @@ missing pairs, k best tokens, F features per token, d hidden width, H query head
 slots of the cache, and S tokens of logits.
 """
 
+import itertools
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -25,10 +26,11 @@ from draftsmith.inference.drafters.eagle_layer import EagleLayer
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
-from draftsmith.inference.verify.sampling import Noise, Rows
+from draftsmith.inference.verify.sampling import Noise, Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.attention_plan import Plans
@@ -57,7 +59,8 @@ class EagleDrafter(Drafter):
             the tree is empty, too large, or asks for more tokens than it drafts.
     """
 
-    static, reads_own_path = True, False
+    static = reuses = True
+    reads_own_path = False
 
     def __init__(
         self,
@@ -134,7 +137,11 @@ class EagleDrafter(Drafter):
         self.missing_tokens = torch.zeros(rows, self.max_missing + 1, dtype=torch.int64, device=device)
         width = config.feature_size * (1 + len(self.captures))
         self.missing_features = torch.zeros(rows, self.max_missing + 1, width, dtype=dtype, device=device)
-        self.waiting = torch.empty(0)  # [b, 1, d]: the fused feature of the last token of a prompt's previous chunk
+        # The fused feature of the last token that was read of each row's prompt.
+        fused = config.feature_size if config.version == 1 else config.hidden_size
+        self.reused: set[int] = set()  # rows whose prompts go on after tokens that were not read again
+        self.at_end: dict[int, Tensor] = {}  # of rows whose texts have ended: ``cached`` at that time
+        self.waiting = torch.zeros(rows, fused, dtype=dtype, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = self.layer.numbers
 
@@ -142,21 +149,44 @@ class EagleDrafter(Drafter):
         return self.cached, self.missing_tokens, self.missing_features
 
     def begin(self, rows: Rows) -> None:
-        self.cached[rows] = ALL_CACHED  # the prefill runs all pairs of the prompt but the last, which is the root's
+        self.reused -= {*row_numbers(rows)}
+        self.cached[rows] = ALL_CACHED  # all pairs of the prompt but the last, which is the root's
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        hidden = self.eagle.fuse(features)  # [b, T, d]
-        waiting, self.waiting = self.waiting, hidden[:, -1:].clone()
-        hidden = hidden[:, :-1]
-        if start:  # the last chunk's last feature is paired with this chunk's first token
-            self._write_keys(tokens, torch.cat((waiting, hidden), 1), start - 1, rows)
-        elif tokens.shape[1] > 1:
-            self._write_keys(tokens[:, 1:], hidden, 0, rows)
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        """Write the K/V of the pairs that end in the parts: each token with the feature before it, except for the first
+        one of a text."""
+        hidden = self.eagle.fuse(features)  # [T, d]
+        places = [(part, *place) for part, place in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True)]
+        of_parts = [(part.row, first, after - 1) for part, first, after in places]
+        rows, firsts, lasts = to_device(of_parts, self.device).unbind(1)
+        before = hidden.roll(1, 0)
+        before[firsts] = self.waiting[rows]
+        self.waiting[rows], self.cached[rows] = hidden[lasts], ALL_CACHED
+        pairs: list[int] = []
+        for part, first, after in places:
+            without = not part.start or part.row in self.reused  # that pair is none, or is written already
+            pairs += range(first + without, after)
+            self.reused.discard(part.row)
+        if pairs:
+            paired = to_device(pairs, self.device)
+            slots = chunk.positions[paired] - 1
+            pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
+            self.layer.both[chunk.rows[paired], slots] = self.layer.keys_values(*pair)[0]
 
-    def _write_keys(self, tokens: Tensor, hidden: Tensor, first: int, rows: Rows) -> None:
-        """Write the K/V of pairs ``[b, n]`` of committed text into slots ``first`` … ``first + n − 1``."""
-        slots = slice(first, first + tokens.shape[1])
-        self.layer.both[rows, slots] = self.layer.keys_values(tokens, hidden, self.layer.table[slots][None])
+    def end(self, row: int) -> None:
+        self.at_end[row] = self.cached[row].clone()
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        """All but one: the pair of the next token, which the text has, too, is written already, and the feature before
+        that token is not needed."""
+        pairs = read - 1 if common <= read else max(read - 1, int(self.at_end[source]))
+        return max(0, min(common - 1, pairs))
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        self.reused.add(row)
+        self.cached[row] = ALL_CACHED
+        if source != row:
+            self.layer.both[row, : len(tokens)] = self.layer.both[source, : len(tokens)]
 
     def skip(self, state: State) -> None:
         """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,

@@ -32,7 +32,8 @@ class MedusaDrafter(Drafter):
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
     """
 
-    static, reads_own_path = True, False
+    static = reuses = True
+    reads_own_path = False
 
     def __init__(
         self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None

@@ -11,6 +11,7 @@ Shape letters: B rows, S slots, G tokens of the longest match, C continuations, 
 W 64-bit words.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.list_tree import ListTree, ListTreeBuilder, kept_nodes
 from draftsmith.inference.verify.sampling import Rows
@@ -72,7 +74,7 @@ class NgramDrafter(Drafter):
         ValueError: a number is less than 1, or ``min_match`` greater than ``max_match`` or than the target's context.
     """
 
-    static = self_correcting = True
+    static = self_correcting = reuses = True
     reads_own_path = False
     sources = ("ngram",)
 
@@ -128,9 +130,13 @@ class NgramDrafter(Drafter):
     def begin(self, rows: Rows) -> None:
         self.counts[rows] = self.prior  # the history needs no reset: only tokens within a row's length are read
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        begin = self.max_match + start
-        self.history[rows, begin : begin + tokens.shape[1]] = tokens
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        place = chunk.rows, chunk.positions + self.max_match
+        self.history[tuple(each.to(self.history.device) for each in place)] = chunk.tokens.to(self.history.device)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        place = slice(self.max_match, self.max_match + len(tokens))
+        self.history[row, place] = to_device(tokens, self.history.device)
 
     def propose(self, state: State) -> TokenTree:
         return self._propose_on_host(state) if self.on_host else self._propose_on_device(state)
@@ -139,10 +145,11 @@ class NgramDrafter(Drafter):
         if not self.on_host:
             self.drafts = None  # ``absorb`` keeps the root, too
             return
-        roots, self.lengths = state.root.tolist(), state.length.tolist()
+        roots, self.lengths = state.root.tolist(), (state.length * state.active).tolist()
         self.candidates = [_Candidates(ListTree([root], [-1], [0], [1.0])) for root in roots]
         for row, (root, length) in enumerate(zip(roots, self.lengths, strict=True)):
-            self.text[row, self.max_match + length] = root
+            if length:
+                self.text[row, self.max_match + length] = root
 
     def absorb(self, state: State, verdict: Verdict, tree: TokenTree, features: Tensor) -> None:
         if self.on_host:
@@ -159,7 +166,7 @@ class NgramDrafter(Drafter):
         self.tokens.scatter_(1, places, tokens)
 
     def _propose_on_host(self, state: State) -> TokenTree:
-        roots, self.lengths = state.root.tolist(), state.length.tolist()
+        roots, self.lengths = state.root.tolist(), (state.length * state.active).tolist()
         self.candidates = [self._find(row, root, self.lengths[row]) for row, root in enumerate(roots)]
         trees = [candidates.tree for candidates in self.candidates]
         if state.budget is not None and not state.merged and any(len(tree.tokens) > 1 for tree in trees):
@@ -170,11 +177,13 @@ class NgramDrafter(Drafter):
         return self.builder.build(trees, state.root)
 
     def _find(self, row: int, root: int, length: int) -> _Candidates:
-        """The nodes of all continuations of a row."""
+        """The nodes of all continuations of a row whose text has ``length`` tokens before the root; 0: no text."""
         text, start = self.text[row], self.max_match
-        text[start + length] = root
         tree = ListTree([root], [-1], [0], [1.0])
         candidates = _Candidates(tree)
+        if not length:  # a row without a text
+            return candidates
+        text[start + length] = root
         ends = (text[start : start + length] == root).nonzero()[0]
         if not len(ends):
             return candidates
@@ -216,6 +225,8 @@ class NgramDrafter(Drafter):
         accepted, bonus = verdict.length.tolist(), verdict.bonus.tolist()
         tokens, path = (tree.tokens.tolist(), verdict.path.tolist()) if any(accepted) else ([], [])
         for row, (length, candidates) in enumerate(zip(self.lengths, self.candidates, strict=True)):
+            if not length:
+                continue
             drafted = [tokens[row][node] for node in path[row][1 : accepted[row] + 1]] if accepted[row] else []
             begin = self.max_match + length + 1
             self.text[row, begin : begin + len(drafted)] = drafted

@@ -3,8 +3,6 @@
 Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens, A depth of the deepest node + 1.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import psutil
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.inference.verify.sampling import Rows
 from draftsmith.kernels.commit import commit
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
@@ -44,7 +41,12 @@ class _Layer(CacheLayerMixin):
         assert keys is not None and values is not None
         if slots.device != keys.device:  # a target spread over several devices
             slots = slots.to(keys.device)
-        if slots.shape[0] == 1:  # one row, or the same slots in every row
+        rows = self.owner.of_tokens
+        if rows is not None:  # a pass of prompts
+            place = (rows.to(slots.device), slots)
+            keys.transpose(1, 2).index_put_(place, key_states.transpose(1, 2))
+            values.transpose(1, 2).index_put_(place, value_states.transpose(1, 2))
+        elif slots.shape[0] == 1:  # one row, or the same slots in every row
             keys.index_copy_(2, slots[0], key_states)
             values.index_copy_(2, slots[0], value_states)
         else:
@@ -72,6 +74,7 @@ class KVCache(Cache):
 
     lengths: ``[B]`` int64 on the device: committed tokens per row.
     slots: ``[B or 1, N]`` int64: slots that the next forward pass writes; set by the engine before it.
+    of_tokens: ``[1, N]`` int64: if that is a pass of prompts, the row of each of its tokens; else None.
     seen: number of slots, from the first, that the next forward pass attends to.
     positions: number of positions that its tokens may have: its capacity, or more where it holds some tokens of a text.
 
@@ -96,6 +99,7 @@ class KVCache(Cache):
         self.positions = positions or capacity
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.of_tokens: Tensor | None = None
         # Layers of one shape and device share one storage, so that a commit moves all of them at once.
         storages: list[Tensor] = []
         self._numbers: list[list[int]] = []  # of the layers in each storage
@@ -113,11 +117,6 @@ class KVCache(Cache):
         self.rows = rows
         self._use([storage[:, :, :rows] for storage in self._whole])
 
-    def move(self, source: int, to: int, slots: int) -> None:
-        """Copy the first ``slots`` slots of a row to another row, in every layer."""
-        for storage in self._whole:
-            storage[:, :, to, :, :slots] = storage[:, :, source, :, :slots]
-
     def _use(self, storages: list[Tensor]) -> None:
         """Read and write these storages, ``[layers, 2, B, Hkv, S, D]`` each, from now on."""
         self._storages = storages
@@ -126,22 +125,6 @@ class KVCache(Cache):
             for number, (keys, values) in zip(numbers, storage, strict=True):
                 layer = cast(CacheLayerMixin, self.layers[number])
                 layer.keys, layer.values = keys, values
-
-    @contextmanager
-    def only(self, rows: Rows, end: int) -> Iterator[None]:
-        """Context in which forward passes run on these rows alone, and on their first ``end`` slots: in place where
-        they are neighbours (a slice), otherwise on copies, which are written back."""
-        whole = self._storages
-        places = [rows.to(each.device) if isinstance(rows, Tensor) else rows for each in whole]
-        parts = [storage[:, :, place, :, :end] for storage, place in zip(whole, places, strict=True)]
-        self._use(parts)
-        try:
-            yield
-        finally:
-            self._use(whole)
-        if isinstance(rows, Tensor):
-            for storage, place, part in zip(whole, places, parts, strict=True):
-                storage[:, :, place, :, :end] = part
 
     def views(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Views of each layer: keys and values together ``[B, S, 2, Hkv, D]``, for writing; keys and values
@@ -163,6 +146,11 @@ class KVCache(Cache):
         self.lengths.copy_(other.lengths)
         for to, source in zip(self._storages, other._storages, strict=True):
             to.copy_(source)
+
+    def copy_row(self, source: int, row: int, end: int) -> None:
+        """Copy the K/V of a row's first ``end`` slots to another row."""
+        for storage in self._storages:
+            storage[:, :, row, :, :end] = storage[:, :, source, :, :end]
 
     def copy(self, other: "KVCache", places: Tensor, slots: Tensor) -> None:
         """Copy K/V of another cache of the same model and rows, in every layer, from ``places`` there to ``slots``

@@ -43,7 +43,8 @@ def serve_conversations(
     mode: Mode = "greedy",
     max_length: int,
 ) -> None:
-    """Decode conversations, ``batch_size`` at a time, by :meth:`SpeculativeDecoder.serve`.
+    """Decode conversations, ``batch_size`` at a time, by :meth:`SpeculativeDecoder.serve`. A next request continues in
+    the row of the last one: where its prompt begins with the same tokens, only the rest is run.
 
     Args:
         conversations: taken one by one as rows get free.
@@ -63,4 +64,4 @@ def serve_conversations(
         if goes_on:
             requests.continued.append(conversation)
 
-    decoder.serve(requests, batch_size, mode=mode, max_length=max_length, refill=1 + batch_size // 16, on_end=end)
+    decoder.serve(requests, batch_size, mode=mode, max_length=max_length, on_end=end)

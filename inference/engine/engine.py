@@ -145,7 +145,7 @@ class SpeculativeDecoder:
         *,
         mode: Mode = "greedy",
         max_length: int | None = None,
-        refill: int = 1,
+        refill: int | None = None,
         on_tokens: Callable[[int, list[int]], bool | None] | None = None,
         on_step: Callable[[int, Generation], None] | None = None,
         observe: Observe | None = None,
@@ -160,8 +160,9 @@ class SpeculativeDecoder:
                 sampling; ``typical`` (lossy).
             max_length: upper bound of any prompt's tokens together with its answer's. Left out, all requests are read
                 at once to compute it.
-            refill: number of free rows for which new requests wait while others are decoded, to begin together: many
-                prompts in one forward pass take far less time on a GPU than one after the other.
+            refill: number of free rows for which new requests wait while others are decoded, 0.1 s at most, to begin
+                together: many prompts in one forward pass take far less time than one after the other. Left out, a
+                sixteenth of the rows. Between two steps, no more tokens of prompts are run than this many times 512.
             on_tokens: called with (number of the request, its newly committed tokens) after each step. If it returns
                 False, the text ends with these tokens, and its row is free.
             on_step: called with (number of the request, its result so far) after each step.
@@ -192,17 +193,18 @@ class SpeculativeDecoder:
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
             step = self._make_step(mode, batch_size, capacity)
+            refill = max(1, batch_size // 16) if refill is None else refill
             queue = Queue(step, iter(requests), max_length, on_tokens, on_step, on_end, refill)
             launched: deque[tuple[ReadCommitted, list[Text | None], int]] = deque()
             try:
                 queue.fill(observe)
                 while queue.busy:
                     launched.append((step.launch(observe), queue.texts[: step.running], step.nodes))
+                    step.counts.steps += 1
                     if len(launched) > step.static:  # a static step is read while the next one runs
                         read, texts, nodes = launched.popleft()
                         queue.take(read(), texts, nodes)
-                        queue.fill(observe)
-                    step.counts.steps += 1
+                    queue.fill(observe)
                     if observe:
                         observe("other", None, None)
             except FloatingPointError:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.verify.sampling import Noise, Rows, Settings
 from draftsmith.inference.verify.tree import StaticTree, TokenTree
 from draftsmith.inference.verify.verify import Verdict
@@ -62,7 +63,7 @@ class State:
     root: Tensor  # [B] int64, the last committed token, whose K/V is not cached yet
     length: Tensor  # [B] int64, cached tokens
     feature: Tensor
-    active: Tensor  # [B] bool, False in rows without a text; their trees are ignored
+    active: Tensor  # [B] bool, False in rows without a text; their trees are ignored, and what they hold stays
     settings: Settings | None
     step: Tensor
     stream: int = 1  # number of the drafter's random stream, at least 1 (the verifier's is 0)
@@ -94,6 +95,7 @@ class Drafter(Protocol):
     reads_own_path: ``absorb`` reads ``Verdict.own_path``.
     keeps_rows: it keeps state by row, or its nodes are chosen by what a step of all rows takes: steps then run on all
         rows of the batch, also where few have a text.
+    reuses: a prompt may begin with tokens that are not read again, see :meth:`reuse`.
     """
 
     num_nodes: int  # of its trees, root included, at most
@@ -112,6 +114,7 @@ class Drafter(Protocol):
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
     keeps_rows: bool = True
+    reuses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
@@ -127,13 +130,23 @@ class Drafter(Protocol):
         the steps that warm up a graph capture."""
         return ()
 
-    def begin(self, rows: Rows) -> None:
-        """Start new texts in these rows; ``prefill`` follows with their prompts."""
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        """Read parts of prompts, and the features ``[T, F]`` of their tokens. Each prompt's parts come in order, in
+        rows without a text; steps of the other rows may be between them, in which these rows are not active."""
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        """Read a chunk of the prompts that begin in ``rows``: ``tokens [b, T]`` int64 from position ``start`` on, and
-        their features ``[b, T, F]``. Shorter prompts are padded; each row's true length is known at the first
-        ``propose``."""
+    def reusable(self, source: int, common: int, read: int) -> int:
+        """How many of the first tokens of the text in row ``source`` need not be read again in a text that has the
+        first ``common`` of them. ``read``: how many of its tokens :meth:`prefill` has read. It may wait for the
+        device."""
+        return common
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        """Let the next text of ``row`` begin with these tokens, with which the text of row ``source`` begins, the same
+        row or another: as many as are :meth:`reusable`, or a whole prompt. What :meth:`prefill` reads next comes
+        after them."""
+
+    def begin(self, rows: Rows) -> None:
+        """Start the texts of these rows, whose prompts have been read."""
 
     def prepare(self, state: State) -> None:
         """Before each step, outside of a CUDA graph, what cannot be part of one. In a merge ``state`` is the
@@ -155,7 +168,7 @@ class Drafter(Protocol):
         ``own_path``, ``tree`` also holds other drafters' nodes. ``features``: ``[B, N, F]``, of the tree's nodes."""
 
     def end(self, row: int) -> None:
-        """End the text in this row; steps continue there with an empty prefix until another text begins."""
+        """End the text in this row, in which steps continue: what they write is behind the row's length."""
 
 
 class PlainDrafter(Drafter):
@@ -163,6 +176,7 @@ class PlainDrafter(Drafter):
 
     num_nodes, max_depth, branching, static = 1, 0, 0, True
     keeps_rows = False
+    reuses = True
 
     def __init__(self, device: torch.device) -> None:
         self.tree = StaticTree([-1], device)

@@ -4,11 +4,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from draftsmith.inference.engine import prompts as prompting
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS
+from draftsmith.inference.engine.prefixes import REUSED_LEAST
+from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.request import Generation, Request, checked_length
 from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import StopStrings
 
-PREFILL_TOKENS = 16_384  # of prompts that begin together, padding included
+LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to begin with
 # Rows that a step on a GPU has at least. With fewer it takes as long, since it waits for the weights, and each number
 # of rows is another graph to capture.
 FEWEST_ON_GPU = 32
@@ -40,20 +44,44 @@ class Queue:
     results: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.texts: list[Text | None] = [None] * self.step.rows
+        self.texts: list[Text | None] = [None] * self.step.rows  # that are being decoded, by row
+        self.prompts: list[tuple[Prompt, Text]] = []  # that are being prefilled
+        self.begun: list[tuple[Prompt, int]] = []  # of these the complete ones, with their texts' first tokens
+        self.free_since = 0.0  # when the first of the free rows became free
         self.exhausted = False  # no request waited when one was last asked for
         self.stop_strings = StopStrings(self.step.target.tokenizer)
         self.step.reset()
 
     @property
-    def busy(self) -> bool:
+    def decoding(self) -> bool:
+        """Whether a text is being decoded."""
         return any(self.texts)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a text is being decoded, or its prompt prefilled."""
+        return self.decoding or bool(self.prompts)
+
     def fill(self, observe: Observe | None) -> None:
-        """Begin requests in free rows, until no row is free or no request waits; not before ``refill`` rows are."""
-        if self.busy and self.texts.count(None) < self.refill:
-            return
-        self._begin_texts(observe)
+        """Take requests into free rows, and prefill their prompts, until a step is due: after as many tokens as
+        ``refill`` chunks have; while no text is decoded, when one is."""
+        self._copy_prefixes()  # before rows that have become free are taken
+        self._take_requests()
+        counts, left = self.step.counts, PREFILL_TOKENS
+        if self.decoding:
+            left = self.refill * prompting.PREFILL_CHUNK
+        while self.prompts and (self.begun or left > 0 or not self.decoding):
+            before = counts.prefilled_tokens
+            self._copy_prefixes()
+            waiting = [prompt for prompt, _ in self.prompts if prompt.source is None and prompt.left]
+            if waiting and (left > 0 or not self.decoding):
+                self.begun += self.step.prefill.run(waiting, left if self.decoding else PREFILL_TOKENS)
+                self._copy_prefixes()  # before a row is taken by another text
+                if observe:
+                    observe("prefill", None, None)
+            left -= counts.prefilled_tokens - before
+            self._begin_texts()
+            self._take_requests()
         self._shrink()
 
     def _shrink(self) -> None:
@@ -62,8 +90,9 @@ class Queue:
         step, count = self.step, len(self.texts) - self.texts.count(None)
         fewest = FEWEST_ON_GPU if step.device.type == "cuda" else 1
         rows = max(fewest, 1 << (count - 1).bit_length()) if count else step.running
-        if not self.exhausted or step.drafter.keeps_rows or rows >= step.running:
+        if self.prompts or not self.exhausted or step.drafter.keeps_rows or rows >= step.running:
             return
+        step.prefill.forget([row for row, text in enumerate(self.texts) if text is None])
         free = (row for row in range(rows) if self.texts[row] is None)
         for text in self.texts[rows : step.running]:
             if text is not None:
@@ -73,50 +102,91 @@ class Queue:
                 self.texts[text.row], self.texts[source] = text, None
         step.first_rows.use(rows)
 
-    def _begin_texts(self, observe: Observe | None) -> None:
-        while new := self._next_texts():
-            rows, requests = [row for row, _ in new], [text.request for _, text in new]
-            first = self.step.begin(rows, [r.prompt for r in requests], [r.sampling for r in requests])
-            if observe:
-                observe("prefill", None, None)
-            for (row, text), token in zip(new, first, strict=True):
-                if token < 0:
-                    raise self._not_finite(text)
-                self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-                self._add(text, [token], [0], step=False)
+    def _begin_texts(self) -> None:
+        """Decode the texts whose prompts are complete."""
+        first = {prompt.row: token for prompt, token in self.begun}
+        texts = [(prompt.row, text) for prompt, text in self.prompts if prompt.row in first]
+        self.prompts = [each for each in self.prompts if each[0].row not in first]
+        self.begun = []
+        for row, text in texts:
+            if first[row] < 0:
+                raise self._not_finite(text)
+            self.texts[row], self.step.bounds[row], text.row = text, text.request.max_draft_nodes, row
+            self._add(text, [first[row]], [0], step=False)
 
-    def _next_texts(self) -> list[tuple[int, Text]]:
-        """Rows and texts of new requests, for free rows, until they make :data:`PREFILL_TOKENS`, padded. One at a time
-        where a text is a function of its request alone, and the bits of a row do not depend on the other rows: those of
-        a prompt then do not either."""
-        alone = self.step.runner.bitwise and self.step.mode in ("greedy", "sample")
-        new: list[tuple[int, Text]] = []
-        longest = 0
-        for row in (row for row, text in enumerate(self.texts) if text is None):
-            if new and (alone or longest * len(new) >= PREFILL_TOKENS):
+    def _take_requests(self) -> None:
+        """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
+        been free for ``LONGEST_WAIT``, or nothing else runs."""
+        number_free = self.texts.count(None) - len(self.prompts)
+        if not number_free:
+            return
+        if self.busy and number_free < self.refill and time.perf_counter() - self.free_since < LONGEST_WAIT:
+            return
+        taken = {prompt.row for prompt, _ in self.prompts}
+        free = [row for row, text in enumerate(self.texts) if text is None and row not in taken]
+        while free:
+            text = self._next_text()
+            if text is None:
+                self.step.prefill.forget(free)
                 break
-            request = next(self.waiting, None)
-            self.exhausted = request is None
-            if request is None:
-                break
-            number = len(self.results)
-            length = checked_length(request, number, self.step.target)
-            if length > self.max_length:
-                raise ValueError(
-                    f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; "
-                    "raise it"
-                )
-            if request.max_draft_nodes is not None and not self.step.can_be_bounded:
-                raise ValueError(
-                    f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
-                    "coupled sampling, unless all nodes are asked for; leave it out"
-                )
-            text = Text(number, request, length - len(request.prompt), row)
-            text.result.source = self.step.target, request.stop_strings
-            self.results.append(text.result)
-            new.append((row, text))
-            longest = max(longest, len(request.prompt))
-        return new
+            self.step.first_rows.use(self.step.rows)
+            prompt = self._place(text.request, free)
+            free.remove(prompt.row)
+            self.prompts.append((prompt, text))
+
+    def _place(self, request: Request, free: list[int]) -> Prompt:
+        """A request's prompt in a free row: the one that holds most of its first tokens. If another row holds more of
+        them, or will, they are copied to the row that holds least."""
+        prefill, prefixes = self.step.prefill, self.step.prefill.prefixes
+        row = min(free, key=lambda row: prefixes.held[row])
+        prompt = Prompt(row, request.prompt, request.sampling)
+        if self.step.drafter.reuses:
+            common, shared = prefixes.shared(request.prompt, prefill.alone)
+            best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
+            if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
+                prompt.row = of_free
+                token = prefill.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
+                self.begun += [] if token is None else [(prompt, token)]
+                return prompt
+            if shared[best] >= REUSED_LEAST:
+                prompt.source, prompt.shared, prompt.common = best, int(shared[best]), int(common[best])
+        prefixes.begin(row, request.prompt)
+        return prompt
+
+    def _copy_prefixes(self) -> None:
+        """Copy the first tokens of prompts from the rows that hold them by now."""
+        prefixes = self.step.prefill.prefixes
+        for prompt, _ in self.prompts:
+            source = prompt.source
+            if source is None or prefixes.held[source] < prompt.shared:
+                continue
+            if prompt.shared == len(prompt.tokens) and not prefixes.read[source]:
+                continue
+            prompt.source, common = None, min(prompt.common, int(prefixes.held[source]))
+            token = self.step.prefill.reuse(prompt, source, prompt.shared, common)
+            self.begun += [] if token is None else [(prompt, token)]
+
+    def _next_text(self) -> Text | None:
+        """The next request, after checks; None if none waits."""
+        request = next(self.waiting, None)
+        self.exhausted = request is None
+        if request is None:
+            return None
+        number = len(self.results)
+        length = checked_length(request, number, self.step.target)
+        if length > self.max_length:
+            raise ValueError(
+                f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; raise it"
+            )
+        if request.max_draft_nodes is not None and not self.step.can_be_bounded:
+            raise ValueError(
+                f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
+                "coupled sampling, unless all nodes are asked for; leave it out"
+            )
+        text = Text(number, request, length - len(request.prompt))
+        text.result.source = self.step.target, request.stop_strings
+        self.results.append(text.result)
+        return text
 
     def take(self, committed: list[list[int]], texts: list[Text | None], nodes: int) -> None:
         """Add the tokens that a step of trees with so many ``nodes`` committed, rows of ``Step.committed``, to the
@@ -180,8 +250,10 @@ class Queue:
             self.on_step(text.number, result)
         if result.finish_reason:
             result.seconds = time.perf_counter() - text.began
+            if self.texts.count(None) == len(self.prompts):
+                self.free_since = time.perf_counter()
             self.texts[text.row] = None
-            self.step.end(text.row)
+            self.step.end(text.row, result.tokens)
             if self.on_end:
                 self.on_end(text.number, result)
         return len(new)

@@ -4,8 +4,9 @@ Shape letters: B rows, b rows that begin, T prompt tokens or tree keys, N nodes,
 width, F features per token.
 """
 
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,22 +16,24 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk, to_device
 from draftsmith.kernels.attention_plan import Plan, Plans
 from draftsmith.kernels.backend import SAME_BITS, why_not_triton
 from draftsmith.kernels.step_attention import attend_tree
 from draftsmith.kernels.tree_attention import (
     TILE,
+    SegmentBias,
+    Segments,
     TreeKeys,
     ancestor_mask,
     attention_items,
-    causal_ancestors,
     causal_bias,
     runs_kernel,
     tree_attention,
     tree_bias,
     tree_bias_one_row,
 )
-from draftsmith.models.lean import Buffers, FusedBuffers, LeanDecoder, Observer
+from draftsmith.models.lean import Biases, Buffers, FusedBuffers, LeanDecoder, Observer
 from draftsmith.models.lean_from import lean_decoder
 from draftsmith.models.target import Target, attention_window, cache_argument
 
@@ -38,7 +41,7 @@ ATTENTION = "draftsmith_tree"
 # In the first lines of errors of steps that a CUDA graph cannot hold; any other error may come from the device.
 _NOT_CAPTURED = ("synchronizing CUDA operation", "captur")
 # The arguments of the pass that runs, which layers of some families (StableLM, Nemotron) do not hand on to attention.
-_Masks = tuple[Mapping[int, Tensor | None] | None, TreeKeys | None, Observer | None]
+_Masks = tuple[Biases | None, TreeKeys | Segments | None, Observer | None]
 _of_pass: ContextVar[_Masks] = ContextVar("_of_pass")
 
 
@@ -51,8 +54,8 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    biases: Mapping[int, Tensor | None] | None = None,
-    tree_keys: TreeKeys | None = None,
+    biases: Biases | None = None,
+    tree_keys: TreeKeys | Segments | None = None,
     observer: Observer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -141,7 +144,6 @@ class Runner:
             self.windows = {layer.window for layer in self.lean.layers}
         heads = getattr(config, "num_attention_heads", None)
         self.num_heads = heads if isinstance(heads, int) else target.kv_shapes[0][0]  # of the first layer
-        self._chain = torch.empty(1, 0, 0, dtype=torch.int64, device=target.device)  # bitsets of the longest chunk
         self._fixed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # masks, and biases of one row, by (Q, T)
 
     @property
@@ -149,29 +151,35 @@ class Runner:
         """Whether the bits of a row of a step do not depend on the other rows."""
         return self.kernel and self.lean is not None and not self.lean.rows_differ
 
-    def forward_chunk(
-        self, tokens: Tensor, start: int, captures: Sequence[int] = (), observer: Observer | None = None
+    def forward_prompts(
+        self, chunk: Chunk, captures: Sequence[int] = (), observer: Observer | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run a chunk ``[b, T]`` of prompts from position ``start`` on, in the rows of the cache's window. ``observer``
-        is called in each layer, in their order, once its keys and values are in the cache; the rest is as in
-        :meth:`forward`."""
-        rows, count = tokens.shape
-        target, seen = self.target, start + count
-        slots = self.numbers[None, start:seen]
-        biases, tree_keys = None, None
+        """Run parts of prompts; earlier tokens of each have been run. ``observer`` is called in each layer, in their
+        order, once its keys and values are in the cache; the rest is as in :meth:`forward`, for B = 1 and N = T."""
+        target, parts, firsts = self.target, chunk.parts, chunk.firsts
+        biases, segments = None, None
         if self.kernel and not self.on_cpu and observer is None:
-            if self._chain.shape[1] < count:
-                self._chain = causal_ancestors(count, target.device)
-            ancestors = self._chain[:, :count, : -(-count // 64)].expand(rows, -1, -1)
-            depth = self.numbers[None, :count].int().expand(rows, -1)
-            lengths = torch.full((rows,), start, device=target.device)
-            tree_keys = TreeKeys(lengths, ancestors, depth, depth, self._work(Plans(lengths), count, count, seen))
+            rows, starts, counts = zip(*parts, strict=True)
+            # An even number of each: whether addresses are multiples of 16 bytes is part of a kernel's key.
+            each = [[*values, 0][: len(parts) + len(parts) % 2] for values in (rows, starts, firsts[:-1], counts)]
+            by_part = to_device(each, target.device)[:, : len(parts)]
+            segments = Segments(by_part[0], by_part[1], by_part[2], by_part[3], max(counts))
         else:
-            biases = {w: causal_bias(start, count, w, target.dtype, target.device) for w in self.windows}
-        positions = slots.clamp(max=self.last_position).expand(rows, -1)
-        return self.forward(
-            tokens, positions, slots, seen, biases=biases, tree_keys=tree_keys, captures=captures, observer=observer
-        )
+            biases = {window: self._part_biases(chunk, window) for window in self.windows}
+        positions, rows, tokens = (each[None] for each in (chunk.positions, chunk.rows, chunk.tokens))
+        options: dict[str, Any] = {"biases": biases, "tree_keys": segments, "rows": rows, "observer": observer}
+        reached = positions.clamp(max=self.last_position)
+        return self.forward(tokens, reached, positions, max(part.end for part in parts), captures=captures, **options)
+
+    def _part_biases(self, chunk: Chunk, window: int) -> list[SegmentBias]:
+        """The masks of a chunk's parts; equal ones are one tensor."""
+        masks: dict[tuple[int, int], Tensor] = {}
+        found: list[SegmentBias] = []
+        for (row, start, count), (first, after) in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True):
+            if (start, count) not in masks:
+                masks[start, count] = causal_bias(start, count, window, self.target.dtype, self.target.device)
+            found.append(SegmentBias(row, first, after, masks[start, count]))
+        return found
 
     def forward_nodes(
         self,
@@ -254,8 +262,9 @@ class Runner:
         slots: Tensor,
         seen: int,
         *,
-        biases: Mapping[int, Tensor | None] | None = None,
-        tree_keys: TreeKeys | None = None,
+        biases: Biases | None = None,
+        tree_keys: TreeKeys | Segments | None = None,
+        rows: Tensor | None = None,
         step: bool = False,
         captures: Sequence[int] = (),
         observer: Observer | None = None,
@@ -265,14 +274,15 @@ class Runner:
         Args:
             biases: additive mask ``[B or 1, 1, N, seen]`` for each of ``windows``; None where every slot is visible.
             tree_keys: arguments of the Triton kernel, in place of ``biases``.
+            rows: ``[1, N]`` int64, of a pass of prompts the row of each token; each row's own tokens if left out.
             step: shapes repeat from step to step: reuse buffers.
             captures: numbers of layers.
-            observer: see :meth:`forward_chunk`; needs ``biases``.
+            observer: see :meth:`forward_prompts`; needs ``biases``.
 
         Returns:
             Hidden states ``[B, N, d]`` after the final norm, and the input of each captured layer.
         """
-        self.cache.slots, self.cache.seen = slots, seen
+        self.cache.slots, self.cache.seen, self.cache.of_tokens = slots, seen, rows
         masks: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys}
         if self.lean is not None:
             shape, buffers = (tokens.shape[0], tokens.shape[1], tree_keys is None), None
@@ -280,7 +290,7 @@ class Runner:
                 buffers = self.buffers.get(shape)
                 if buffers is None:
                     buffers = self.buffers[shape] = self.lean.buffers(*shape, step=True)
-            options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer}
+            options: dict[str, Any] = {"captures": captures, "buffers": buffers, "observer": observer, "rows": rows}
             return self.lean.forward(tokens, positions, slots, self.cache.views(), self.tables, **masks, **options)
         options = {self._cache_argument: self.cache, "use_cache": True, **masks}
         if captures:

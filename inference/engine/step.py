@@ -10,7 +10,7 @@ host: it attends to the whole cache, masked by each row's length on the device. 
 one for each size, and the host launches the next step before it reads what the last one committed. Other steps attend
 only to the slots in use.
 
-Shape letters: B rows, T prompt tokens, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
+Shape letters: B rows, N nodes, D depth of the deepest node, d hidden width, V vocabulary.
 """
 
 import os
@@ -27,6 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.first_rows import FirstRows
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS, Prefill
+from draftsmith.inference.engine.prompts import Prompt
 from draftsmith.inference.engine.protocol import Clock, Drafter, State
 from draftsmith.inference.engine.request import Counts
 from draftsmith.inference.engine.runner import Runner, joined_features, refuse_synchronisation, why_no_graph
@@ -37,13 +39,12 @@ from draftsmith.inference.verify.verify import MODES, Mode, Verdict, Verifier
 from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.head_topk import head_argmax
-from draftsmith.kernels.linear import kernel_weight, prefill_products
+from draftsmith.kernels.linear import kernel_weight
 from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target
 
-PREFILL_CHUNK = 512
 WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks: if it is set, greedy steps do, too
 
 ReadCommitted = Callable[[], list[list[int]]]
@@ -152,6 +153,7 @@ class Step:
         self.state.needs_acceptance = self.prunes_nodes
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
+        self.prefill = Prefill(self)
         drafter.allocate(self.cache, drafter.max_depth, static)
         _STEP_OF[drafter] = weakref.ref(self)
         self.depths = torch.arange(drafter.max_depth + 1, device=device)
@@ -192,42 +194,20 @@ class Step:
             return f"{graph}, lean decoder{fused}"
         return f"{graph}, transformers decoder ({self.runner.lean_or_reason})"
 
-    @prefill_products()
     def begin(
         self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]
     ) -> list[int]:
-        """Prefill new texts into rows, in chunks, padded on the right; later steps overwrite the padding. ``numbers``:
-        of the rows, rising. Returns each row's first token; −1 where the target's logits are not finite."""
+        """Prefill new texts into rows, by these ``numbers``, without a step in between. Returns each row's first token;
+        −1 where the target's logits are not finite."""
         self.first_rows.use(self.rows)
-        device, cache = self.device, self.cache
-        adjacent = numbers[-1] - numbers[0] < len(numbers)
-        rows = slice(numbers[0], numbers[-1] + 1) if adjacent else torch.tensor(numbers, device=device)
-        self.verifier.begin(rows, prompts, samplings)
-        self.drafter.begin(rows)
-        if self.budget:
-            self.budget.begin(rows)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        longest = max(map(len, prompts))
-        self.counts.prefilled_tokens += sum(map(len, prompts))
-        padded = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
-        feature = self.state.feature[rows]
-        for start in range(0, longest, PREFILL_CHUNK):
-            tokens = padded[:, start : start + PREFILL_CHUNK]
-            count = tokens.shape[1]
-            with cache.only(rows, start + count):
-                features = joined_features(*self.runner.forward_chunk(tokens, start, self.captures))
-            self.drafter.prefill(features, tokens, start, rows)
-            self.counts.prefill_passes += 1
-            last = lengths - 1 - start  # of each prompt, within this chunk
-            at_last = last.clamp(0, count - 1)[:, None, None].expand(-1, 1, features.shape[2])
-            ends_here = (last >= 0) & (last < count)
-            feature = torch.where(ends_here[:, None], features.gather(1, at_last).squeeze(1), feature)
-        self.state.feature[rows] = feature
-        cache.lengths[rows] = lengths
-        logits = self.target.logits(feature[:, : self.target.hidden_size])
-        self.state.root[rows] = self.verifier.first_tokens(logits, rows, lengths)
-        self.active[rows] = True
-        return self.state.root[rows].tolist()
+        waiting = [Prompt(*each) for each in zip(numbers, prompts, samplings, strict=True)]
+        for prompt in waiting:
+            self.prefill.prefixes.begin(prompt.row, prompt.tokens)
+        first: dict[int, int] = {}
+        while waiting:
+            first |= {prompt.row: token for prompt, token in self.prefill.run(waiting, PREFILL_TOKENS)}
+            waiting = [prompt for prompt in waiting if prompt.left]
+        return [first[number] for number in numbers]
 
     def reset(self) -> None:
         """Empty all rows; texts that an error cut short end here."""
@@ -236,15 +216,16 @@ class Step:
         self.active.zero_()
         self.bounds = [None] * self.rows
         self.cache.lengths.zero_()
+        self.prefill.prefixes.clear()
         self.verifier.settings.clear_usage()
         for row in range(self.rows):
             self.drafter.end(row)
 
-    def end(self, row: int) -> None:
-        """End the text in this row, see :meth:`Drafter.end`."""
+    def end(self, row: int, answer: Sequence[int] = ()) -> None:
+        """End the text in this row, see :meth:`Drafter.end`. ``answer``: its new tokens."""
         self.active[row], self.bounds[row] = False, None
-        self.cache.lengths[row] = 0
         self.drafter.end(row)
+        self.prefill.end(row, answer)
 
     def _commit(self, verdict: Verdict) -> None:
         """Move the K/V of accepted paths; one of nodes 0, 1, 2, … is already in place."""

@@ -36,8 +36,9 @@ from transformers import DynamicCache
 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Chunk
 from draftsmith.inference.engine.runner import Runner, engine_attention
-from draftsmith.inference.engine.step import PREFILL_CHUNK, on_device, static_by_default
+from draftsmith.inference.engine.step import on_device, static_by_default
 from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, chain
 from draftsmith.kernels.coupled import gumbel
@@ -171,8 +172,8 @@ def _engine_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int],
     rows: list[Tensor] = []
     with engine_attention([target]), on_device(target.device), prefill_products():
         for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-            chunk = torch.tensor([prompt[:-1][start : start + PREFILL_CHUNK]], device=target.device)
-            runner.forward_chunk(chunk, start)
+            part = 0, start, prompt[:-1][start : start + PREFILL_CHUNK]
+            runner.forward_prompts(Chunk.of([part], target.device))
         for start in range(0, len(texts), nodes):
             step = torch.tensor([texts[start : start + nodes]], device=target.device)
             tree = StaticTree(chain(step.shape[1] - 1).parents, target.device)

@@ -8,6 +8,7 @@ import torch
 
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.drafters.compressed import CompressedDrafter
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
 from draftsmith.inference.verify.sampling import Sampling
@@ -78,9 +79,9 @@ class Prefilled:
     def _restore(self, step: Step) -> None:
         for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
             to.copy_(kept)
-        tokens, rows = torch.tensor(self.texts, device=self.target.device), slice(0, self.rows)
-        step.drafter.begin(rows)
-        step.drafter.prefill(step.state.feature, tokens, 0, rows)
+        chunk = Chunk.of([(row, 0, text) for row, text in enumerate(self.texts)], self.target.device)
+        step.drafter.prefill(step.state.feature, chunk)
+        step.drafter.begin(slice(0, self.rows))
 
 
 def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.list_tree import ListTreeBuilder, merge_lists
 from draftsmith.inference.trees.merge_tensors import TensorMerge
@@ -46,6 +47,7 @@ class MergedDrafter(Drafter):
         self.sources = tuple(drafters)
         self.self_correcting_sources = [drafter.self_correcting for drafter in drafters.values()]
         self.static = all(drafter.static for drafter in self.drafters)
+        self.reuses = all(drafter.reuses for drafter in self.drafters)
         self.max_depth = max(drafter.max_depth for drafter in self.drafters)
         self.branching = sum(drafter.branching for drafter in self.drafters)
         self.all_nodes = 1 + sum(drafter.num_nodes - 1 for drafter in self.drafters)
@@ -92,9 +94,16 @@ class MergedDrafter(Drafter):
         for drafter in self.drafters:
             drafter.begin(rows)
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
         for drafter, columns in zip(self.drafters, self.columns, strict=True):
-            drafter.prefill(_select(features, columns), tokens, start, rows)
+            drafter.prefill(_select(features, columns), chunk)
+
+    def reusable(self, source: int, common: int, read: int) -> int:
+        return min(drafter.reusable(source, common, read) for drafter in self.drafters)
+
+    def reuse(self, source: int, row: int, tokens: Sequence[int]) -> None:
+        for drafter in self.drafters:
+            drafter.reuse(source, row, tokens)
 
     def end(self, row: int) -> None:
         for drafter in self.drafters:

@@ -13,8 +13,8 @@ import torch
 from tiny_drafter import drafter, target
 from torch import Tensor
 
+from draftsmith.inference.engine.prompts import Chunk, Part
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.sampling import Rows, row_numbers
 from draftsmith.inference.verify.tree import TokenTree, bitsets
 from draftsmith.inference.verify.verify import Verdict
 
@@ -49,20 +49,22 @@ class ScriptedDrafter(Drafter):
         self.num_nodes, self.max_depth, self.branching, self.static = num_nodes, max_depth, num_nodes, False
         self.random = random.Random(seed)
         self.rows = [_Row(self.random.sample(range(max_depth + 1), max_depth + 1)) for _ in prompts]
-        self.prefilled: list[tuple[int, Tensor]] = []
+        self.prefilled: list[tuple[Part, list[int]]] = []
+        self.begun = 0
         self.at: list[int] = []  # number of the prompt in each row of the batch
         self.sizes = [num_nodes]  # of the trees, in turn
         self.steps = 0
         self.moves = 0  # steps whose accepted path is not 0, 1, 2, …
 
-    def prefill(self, features: Tensor, tokens: Tensor, start: int, rows: Rows) -> None:
-        assert features.shape == (*tokens.shape, self.target.hidden_size)
-        self.prefilled.append((start, tokens.clone()))
-        if start == 0:
-            begun = 1 + max(self.at, default=-1)
-            for number, row in enumerate(row_numbers(rows), begun):
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        assert features.shape == (len(chunk.tokens), self.target.hidden_size)
+        for part, first in zip(chunk.parts, chunk.firsts, strict=False):
+            self.prefilled.append((part, chunk.tokens[first : first + part.count].tolist()))
+        for row, start, _ in chunk.parts:
+            if start == 0:
                 self.at += [-1] * (row + 1 - len(self.at))
-                self.at[row] = number
+                self.at[row] = self.begun
+                self.begun += 1
 
     def propose(self, state: State) -> TokenTree:
         trees = []

@@ -11,9 +11,10 @@ import torch
 from draftsmith.benchmarks.intercept import PROCESSORS, intercepted
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine.prompts import PREFILL_CHUNK
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.static_budget import StepSize
-from draftsmith.inference.engine.step import PREFILL_CHUNK, Step, capacity_for
+from draftsmith.inference.engine.step import Step, capacity_for
 from draftsmith.inference.measure.step_costs import StepClock
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.sampling import Sampling

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import Runner, engine_attention, joined_features
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.models import unrolled
@@ -298,8 +299,9 @@ def test_features_are_the_engines(make_target, family):
     for lean in (False, None):
         runner = Runner(target, KVCache(target, 2, 16), lean=lean)
         with engine_attention([target]):
-            engines = joined_features(*runner.forward_chunk(tokens, 0, captures))
-        torch.testing.assert_close(found, engines, rtol=1e-3, atol=1e-4)
+            chunk = Chunk.of([(row, 0, text) for row, text in enumerate(tokens.tolist())], target.device)
+            engines = joined_features(*runner.forward_prompts(chunk, captures))
+        torch.testing.assert_close(found, engines.view_as(found), rtol=1e-3, atol=1e-4)
 
 
 def test_layers_to_capture():

@@ -9,28 +9,31 @@ from draftsmith.inference.verify.sampling import row_numbers
 class KeepsTexts(Drafter):
     """To be mixed into a drafter: the tokens of each row's text, while it proposes with the root.
 
-    texts: by row; behind a prompt also its padding, until the first step. seen: counts of what occurred.
+    texts: by row. seen: counts of what occurred.
     """
 
     texts: dict[int, list[int]]
     seen: Counter[object]
 
     def __init__(self, *args, **options):
-        self.texts, self.seen = {}, Counter()
+        self.texts, self.prompts, self.seen = {}, {}, Counter()
         super().__init__(*args, **options)
+
+    def prefill(self, features, chunk):
+        super().prefill(features, chunk)
+        for row, token in zip(chunk.rows.tolist(), chunk.tokens.tolist(), strict=True):
+            self.prompts.setdefault(row, []).append(token)
+
+    def reuse(self, source, row, tokens):
+        super().reuse(source, row, tokens)
+        self.prompts[row] = [*tokens]
 
     def begin(self, rows):
         super().begin(rows)
-        self.texts |= {row: [] for row in row_numbers(rows)}
-
-    def prefill(self, features, tokens, start, rows):
-        super().prefill(features, tokens, start, rows)
-        for row, prompt in zip(row_numbers(rows), tokens.tolist(), strict=True):
-            self.texts[row] += prompt
+        self.texts |= {row: self.prompts.pop(row) for row in row_numbers(rows)}
 
     def propose(self, state):
         for row, text in self.texts.items():
-            del text[int(state.length[row]) :]  # padding of the prompt
             assert len(text) == int(state.length[row])
             text.append(int(state.root[row]))
         return super().propose(state)

@@ -36,9 +36,10 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.engine import engine
-from draftsmith.inference.engine import step as stepping
+from draftsmith.inference.engine import prompts as prompting
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+from draftsmith.inference.engine.prefill import Prefill
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.static_budget import WHOLE
@@ -323,7 +324,7 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
         for static, lean in itertools.product((False, True), (None, False)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Runner, "bitwise", False)  # texts begin together, as on a GPU
-                patch.setattr(stepping, "PREFILL_CHUNK", 11)
+                patch.setattr(prompting, "PREFILL_CHUNK", 11)
                 begun = record_begins(patch)
                 decoder = SpeculativeDecoder(target, make(target), static=static, lean=lean)
                 results = decoder.serve(requests, 3, mode=mode, refill=2)
@@ -333,14 +334,17 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
 
 
 def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Numbers of the rows in which texts begin together, added call by call."""
-    begun, begin = [], Step.begin
+    """Numbers of the rows whose prompts begin in one pass, added pass by pass."""
+    begun, run = [], Prefill.run
 
-    def recorded(self, numbers, *arguments, **named):
-        begun.append([*numbers])
-        return begin(self, numbers, *arguments, **named)
+    def recorded(self, prompts, *arguments, **named):
+        waiting = [prompt for prompt in prompts if not prompt.done]
+        found = run(self, prompts, *arguments, **named)
+        rows = [prompt.row for prompt in waiting if prompt.done]
+        begun.extend([rows] if rows else [])
+        return found
 
-    patch.setattr(Step, "begin", recorded)
+    patch.setattr(Prefill, "run", recorded)
     return begun
 
 

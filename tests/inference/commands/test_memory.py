@@ -15,7 +15,7 @@ from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
-from draftsmith.inference.engine.queue import PREFILL_TOKENS
+from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.inference.load import load_drafter
 from draftsmith.models.sizes import kv_bytes, sizes_of
 from draftsmith.models.target import load_target

@@ -12,8 +12,9 @@ from draftsmith.inference.drafters import compressed
 from draftsmith.inference.drafters.compressed import CompressedCache, CompressedDrafter, Selector, attention_scores
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.names import SELECTORS, check_name, compressed_of, draft_model_of, has_folder
-from draftsmith.inference.engine import step
+from draftsmith.inference.engine import prompts as prompts_module
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -110,7 +111,8 @@ def test_scores_are_those_of_the_definition(make_target, groups):
 
     start = len(PROMPT) - 6
     with torch.inference_mode(), engine_attention([target]):
-        drafter.entries.observer.forward_chunk(torch.tensor([PROMPT[start:]]), start, observer=observe)
+        chunk = Chunk.of([(0, start, PROMPT[start:])], target.device)
+        drafter.entries.observer.forward_prompts(chunk, observer=observe)
     for layer, scores in enumerate(recorded):
         expected = reference_scores(attention_weights(target, PROMPT, layer), 2, 6, compressed.POOL)
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
@@ -120,7 +122,7 @@ def test_scores_are_those_of_the_definition(make_target, groups):
 def test_snapkv_holds_what_the_definition_selects(make_target, monkeypatch, chunk):
     """By key/value head, sorted by position, whatever the chunks of the prefill; then the last w tokens; rows shorter
     than K are held whole; what is verified is appended."""
-    monkeypatch.setattr(step, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(prompts_module, "PREFILL_CHUNK", chunk)
     target = make_target("llama")
     prompts = [PROMPT, PROMPT[:50], PROMPT[5:15]]
     drafter, _ = decoded(target, ("snapkv", 16), prompts, 5)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import lossless_suite as suite
 import pytest
 import torch
+from conversing import converse
 from draws import occurs
 from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
@@ -170,6 +171,14 @@ def test_the_cache_is_that_of_the_text_and_drafts_are_the_models_best(make_targe
     for mode in ("sample", "mss"):
         serve(target, drafter, static=static, mode=mode, temperature=0.9, repetition_penalty=1.2)
     assert drafter.seen[0] and drafter.seen[deepest], drafter.seen
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_prompts_that_begin_with_a_text_before(make_target, static):
+    target = suite.phrases(make_target)
+    drafter = Checked(perturbed(target), target, SPARSE)
+    *_, counts = converse(target, drafter, static=static)
+    assert counts.reused_tokens > counts.prefilled_tokens
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "gemma3", "gemma2"])

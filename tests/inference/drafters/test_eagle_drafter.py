@@ -7,6 +7,7 @@ from dataclasses import replace
 import lossless_suite as suite
 import pytest
 import torch
+from conversing import converse
 from draws import occurs
 from eagles import KINDS, TREES, fitted, untrained
 from kept_texts import KeepsTexts
@@ -14,7 +15,8 @@ from lossless_suite import NONE, STARTS
 
 from draftsmith.inference.drafters import eagle_layer
 from draftsmith.inference.drafters.eagle import EagleDrafter
-from draftsmith.inference.engine import budget, engine, step
+from draftsmith.inference.engine import budget, engine
+from draftsmith.inference.engine import prompts as prompts_module
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.dynamic import DynamicShape
@@ -35,9 +37,9 @@ class Checked(KeepsTexts, EagleDrafter):
         self.fresh = copy.deepcopy(eagle)
         super().__init__(eagle, target, *args, **options)
 
-    def prefill(self, features, tokens, start, rows):
-        super().prefill(features, tokens, start, rows)
-        self.seen["later chunk" if start else "first chunk"] += 1
+    def prefill(self, features, chunk):
+        super().prefill(features, chunk)
+        self.seen.update("later chunk" if part.start else "first chunk" for part in chunk.parts)
 
     def _run_root(self, state, before):
         hidden = super()._run_root(state, before)
@@ -138,11 +140,21 @@ def test_other_ways_to_run_the_layer_of_an_imported_drafter(make_target, monkeyp
 @pytest.mark.parametrize("chunk", [1, 3, 512])
 def test_prompts_in_chunks(make_target, monkeypatch, chunk):
     """A chunk's last feature is paired with the next chunk's first token."""
-    monkeypatch.setattr(step, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(prompts_module, "PREFILL_CHUNK", chunk)
     target = suite.phrases(make_target)
     drafter = Checked(fitted(target, make_target), target, TREES["sparse"])
     serve(target, drafter, count=6)
     assert (drafter.seen["later chunk"] > 0) == (chunk < 512)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_prompts_that_begin_with_a_text_before(make_target, kind, static):
+    """Neither the feature before the first token that is read nor the pairs of the others are asked for again."""
+    target = suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target, kind), target, TREES["sparse"])
+    *_, counts = converse(target, drafter, static=static)
+    assert counts.reused_tokens > counts.prefilled_tokens and drafter.seen["depth 2"]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "granite", "gpt2", "cohere", "phi3"])
@@ -175,16 +187,16 @@ class ShiftedFeatures(Checked):
 class ShiftedPrompt(Checked):
     """Wrong: a prompt's pairs get the next position's feature."""
 
-    def prefill(self, features, tokens, start, rows):
-        super().prefill(torch.roll(features, -1, 1), tokens, start, rows)
+    def prefill(self, features, chunk):
+        super().prefill(torch.roll(features, -1, 0), chunk)
 
 
 class ShiftedKeys(Checked):
     """Wrong: a prompt's keys are rotated to the next position."""
 
-    def _write_keys(self, *args):
+    def prefill(self, features, chunk):
         table, self.layer.table = self.layer.table, self.layer.table.roll(-1, 0)
-        super()._write_keys(*args)
+        super().prefill(features, chunk)
         self.layer.table = table
 
 

@@ -10,8 +10,10 @@ from draws import occurs
 from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
 from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.measure.step_costs import StepCosts
+from draftsmith.inference.verify.sampling import row_numbers
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.tree_attention import ancestor_mask
 
@@ -71,15 +73,13 @@ class Driver:
         self.drafter.allocate(self.cache, self.drafter.max_depth, static)
 
     def begin(self, rows, prompts, chunk=7):
-        """Prefill the prompts without their last tokens, which are the roots; padding is the root."""
+        """Prefill the prompts without their last tokens, which are the roots."""
+        for start in range(0, max(map(len, prompts)) - 1, chunk):
+            each = zip(row_numbers(rows), prompts, strict=True)
+            parts = [(row, start, prompt[:-1][start : start + chunk]) for row, prompt in each]
+            part = Chunk.of([each for each in parts if each[2]], self.root.device)
+            self.drafter.prefill(torch.zeros(len(part.tokens), 1), part)
         self.drafter.begin(rows)
-        longest = max(map(len, prompts)) - 1
-        padding = [prompt[-1] for prompt in prompts]
-        padded = [[*p[:-1], *[end] * (longest + 1 - len(p))] for p, end in zip(prompts, padding, strict=True)]
-        tokens = torch.tensor(padded).view(len(prompts), longest)
-        for start in range(0, longest, chunk):
-            part = tokens[:, start : start + chunk]
-            self.drafter.prefill(torch.zeros(*part.shape, 1), part, start, rows)
         self.cache.lengths[rows] = torch.tensor([len(prompt) - 1 for prompt in prompts])
         self.root[rows] = torch.tensor([prompt[-1] for prompt in prompts])
 

@@ -9,9 +9,11 @@ import torch._dynamo.utils
 from lossless_suite import CaptureSimulation, check_apart, record_begins, simulate_capture
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.engine import prompts as engine_prompts
 from draftsmith.inference.engine import queue as engine_queue
 from draftsmith.inference.engine.conversations import serve_conversations
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.engine.prefill import Prefill
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.runner import ATTENTION, Runner
 from draftsmith.inference.engine.step import Step
@@ -100,15 +102,16 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
     at_once = decoder.serve(REQUESTS * 3, 5)
     assert [r.tokens for r in at_once] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] * 3
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
-    begun, free, fill = record_begins(monkeypatch), [], engine_queue.Queue.fill
+    monkeypatch.setattr(engine_queue, "LONGEST_WAIT", 1e9)
+    begun, free, take = record_begins(monkeypatch), [], engine_queue.Queue._take_requests
 
-    def recorded(queue, observe):
-        before, rows, busy = len(queue.results), queue.texts.count(None), queue.busy
-        fill(queue, observe)
+    def recorded(queue):
+        before, rows, busy = len(queue.results), queue.texts.count(None), queue.decoding
+        take(queue)
         if busy and len(queue.results) > before:
             free.append(rows)
 
-    monkeypatch.setattr(engine_queue.Queue, "fill", recorded)
+    monkeypatch.setattr(engine_queue.Queue, "_take_requests", recorded)
     for refill in (1, 2, 3, 5, 9):
         begun.clear()
         free.clear()
@@ -123,35 +126,52 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
         assert apart or refill not in (2, 3)
 
 
-def test_prompts_that_begin_together_have_so_many_tokens(written, monkeypatch):
-    """Padding included: the one that reaches the bound is the last; a longer one begins alone or with one more."""
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pass_of_prompts_has_so_many_tokens(written, monkeypatch, static):
+    """Without padding, of several prompts or a part of one; with steps between the passes once a text is decoded."""
     target, truth = written("llama")
-    requests = [Request(prompt, 5, stop_ids=NONE) for prompt in PROMPTS]  # of 11, 1, 4, 23, 3, 4 and 5 tokens
+    requests = [Request(prompt, 30, stop_ids=NONE) for prompt in PROMPTS]
+    total = sum(map(len, PROMPTS))
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
-    begun = record_begins(monkeypatch)
-    for bound, expected in (
-        (engine_queue.PREFILL_TOKENS, [[0, 1, 2, 3, 4, 5, 6]]),
-        (30, [[0, 1, 2], [3, 4], [5, 6]]),
-        (22, [[0, 1], [2, 3], [4, 5, 6]]),
-        (1, [[row] for row in range(7)]),
-    ):
-        begun.clear()
+    decoder = SpeculativeDecoder(target, static=static)
+    events, run, launch = [], Prefill.run, Step.launch
+
+    def recorded(prefill, *arguments):
+        before = prefill.step.counts.prefilled_tokens
+        found = run(prefill, *arguments)
+        events.append(prefill.step.counts.prefilled_tokens - before)
+        return found
+
+    monkeypatch.setattr(Prefill, "run", recorded)
+    monkeypatch.setattr(Step, "launch", lambda *arguments: events.append("step") or launch(*arguments))
+    for bound, chunk, passes in ((100, 512, [total]), (25, 512, [25, "step", total - 25]), (22, 3, None), (1, 1, None)):
         monkeypatch.setattr(engine_queue, "PREFILL_TOKENS", bound)
-        results = SpeculativeDecoder(target).serve(requests, 7)
-        assert [r.tokens for r in results] == [row[:5] for row in truth] and begun == expected, bound
+        monkeypatch.setattr(engine_prompts, "PREFILL_CHUNK", chunk)
+        events.clear()
+        results = decoder.serve(requests, 7)
+        assert [r.tokens for r in results] == [row[:30] for row in truth], bound
+        counts = decoder.counts
+        assert counts.prefilled_tokens == total and counts.steps == events.count("step")
+        assert counts.prefill_passes == len(events) - counts.steps
+        first = events.index("step")
+        assert passes is None or events[: len(passes)] == passes
+        assert all(1 <= tokens <= bound for tokens in events[:first])
+        later = "".join("." if event == "step" else "p" for event in events[first:])
+        assert passes or ("p" in later and "pp" not in later), later
+        assert all(event in ("step", *range(1, chunk + 1)) for event in events[first:])
 
 
-@pytest.mark.parametrize("batch_size, refill", [(1, 1), (15, 1), (16, 2), (40, 3)])
+@pytest.mark.parametrize("batch_size, refill", [(1, 1), (31, 1), (32, 2), (48, 3)])
 def test_conversations_begin_together(written, monkeypatch, batch_size, refill):
     """Each is answered twice, as alone."""
     target, truth = written("llama")
-    decoder, serve, given = SpeculativeDecoder(target), SpeculativeDecoder.serve, []
+    decoder, fill, given = SpeculativeDecoder(target), engine_queue.Queue.fill, set()
 
-    def recorded(self, *arguments, **named):
-        given.append(named["refill"])
-        return serve(self, *arguments, **named)
+    def recorded(queue, observe):
+        given.add(queue.refill)
+        fill(queue, observe)
 
-    monkeypatch.setattr(SpeculativeDecoder, "serve", recorded)
+    monkeypatch.setattr(engine_queue.Queue, "fill", recorded)
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     texts = [[*prompt] for prompt in PROMPTS * 3]
 
@@ -163,7 +183,7 @@ def test_conversations_begin_together(written, monkeypatch, batch_size, refill):
         return Request(texts[number][:], 4 + 3 * (number % 2), stop_ids=NONE)
 
     serve_conversations(decoder, iter(range(21)), next_request, on_answer, batch_size, max_length=40)
-    assert given == [refill]
+    assert given == {refill}
     for number, text in enumerate(texts):
         prompt, count = (PROMPTS * 3)[number], 2 * (4 + 3 * (number % 2))
         assert text == prompt + (truth * 3)[number][:count], number

@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import ATTENTION, Runner, find_lean
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.models.target import Target
@@ -75,7 +76,7 @@ def gap_of_tree(target: Target, lean: bool) -> float:
     cache = KVCache(target, 1, len(PREFIX) + count)
     with target.attention(ATTENTION):
         runner = Runner(target, cache, lean=lean)
-        runner.forward_chunk(torch.tensor([PREFIX]), 0)
+        runner.forward_prompts(Chunk.of([(0, 0, PREFIX)], target.device))
         cache.lengths.fill_(len(PREFIX))
         hidden, _ = runner.forward_nodes(tokens, cache.lengths, bitsets(PARENT)[None], depth.int())
         ours = target.logits(hidden[0])

@@ -42,8 +42,8 @@ class BigramDrafter(Drafter):
     def begin(self, rows):
         self.counts[rows], self.unread[rows], self.size[rows] = 0, 1, 3
 
-    def prefill(self, features, tokens, start, rows):
-        self.prompt[rows, start : start + tokens.shape[1]] = tokens
+    def prefill(self, features, chunk):
+        self.prompt[chunk.rows, chunk.positions] = chunk.tokens
 
     def count(self, before, after, weight):
         self.counts.scatter_add_(1, before * self.vocabulary + after, weight.float())

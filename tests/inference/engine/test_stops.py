@@ -15,7 +15,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.text import decode_text
-from draftsmith.inference.verify.sampling import Sampling, row_numbers
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
 from draftsmith.models.target import load_target
 
@@ -36,9 +36,10 @@ class Foreseeing(Drafter):
         self.right = {prompt[0]: count for prompt, count in zip(prompts, right or [DEPTH] * len(prompts), strict=True)}
         self.at = {}
 
-    def prefill(self, features, tokens, start, rows):
-        if start == 0:
-            self.at.update(zip(row_numbers(rows), tokens[:, 0].tolist(), strict=True))
+    def prefill(self, features, chunk):
+        for part, first in zip(chunk.parts, chunk.firsts, strict=False):
+            if part.start == 0:
+                self.at[part.row] = int(chunk.tokens[first])
 
     def propose(self, state):
         drafts = []

@@ -10,6 +10,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import ATTENTION, Runner, find_lean
 from draftsmith.inference.verify.tree import bitsets
 from draftsmith.kernels.tree_attention import ancestor_mask, causal_bias, tree_bias
@@ -78,8 +79,7 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, 
         cache = KVCache(target, 2, 150)
         both = Runner(target, cache)
         for row, prefix in enumerate(prefixes):
-            with cache.only(slice(row, row + 1), len(prefix)):
-                both.forward_chunk(torch.tensor([prefix]), 0)
+            both.forward_prompts(Chunk.of([(row, 0, prefix)], target.device))
         cache.lengths.copy_(torch.tensor([13, 70]))
         for size in (4, 5, 8, 9, 16, 17, 31, 32, 33, 64):
             parent = [-1] + [rng.randrange(max(0, node - 9), node) for node in range(1, size)]
@@ -95,7 +95,7 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, family, 
                 path = paths[rng.choice([size - 1, rng.randrange(size)])]
                 alone = KVCache(target, 1, 150)
                 runner = Runner(target, alone)
-                runner.forward_chunk(torch.tensor([prefix]), 0)
+                runner.forward_prompts(Chunk.of([(0, 0, prefix)], target.device))
                 for place, node in enumerate(path):
                     alone.lengths.fill_(len(prefix) + place)
                     one = torch.ones(1, 1, 1, dtype=torch.int64)

@@ -12,6 +12,7 @@ from scipy import stats
 
 from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -313,7 +314,7 @@ class Reading(Drafter):
         self.num_nodes, self.max_depth, self.branching = 1, 0, 1
         self.seen: list[torch.Tensor] = []
 
-    def prefill(self, features, tokens, start, rows):
+    def prefill(self, features, chunk):
         self.seen.append(features)
 
     def propose(self, state):
@@ -326,11 +327,10 @@ def test_each_drafter_reads_its_own_captured_layers(target):
     merged = MergedDrafter(drafters, target, 4)
     assert merged.captures == (0, 1)
     width = target.hidden_size
-    hidden, first, second = (torch.full((1, 2, width), value, device=target.device) for value in (7.0, 8.0, 9.0))
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
-    merged.prefill(torch.cat((hidden, first, second), -1), tokens, 0, slice(0, 1))
+    hidden, first, second = (torch.full((2, width), value, device=target.device) for value in (7.0, 8.0, 9.0))
+    merged.prefill(torch.cat((hidden, first, second), -1), Chunk.of([(0, 0, [0, 0])], target.device))
     for drafter, wanted in zip(drafters.values(), ([7], [7, 9, 8], [7, 9], [7, 8, 9]), strict=True):
-        assert drafter.seen[0][0, 0, ::width].tolist() == wanted
+        assert drafter.seen[0][0, ::width].tolist() == wanted
 
 
 def test_drafters_on_streams_have_plans_of_their_own(target):

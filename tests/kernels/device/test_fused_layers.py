@@ -8,6 +8,7 @@ import torch
 
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.tree import StaticTree
 from draftsmith.models import lean
@@ -42,8 +43,11 @@ def test_prompts_and_trees(make_target, device, on, monkeypatch, request, family
             cache = KVCache(target, 2, 64)
             runner = Runner(target, cache, static=True, lean=True)
             with torch.inference_mode():
-                first, _ = runner.forward_chunk(tokens[:, :chunk], 0)
-                second, between = runner.forward_chunk(tokens[:, chunk:], chunk, (1,))
+                texts = [*enumerate(tokens.tolist())]
+                before = Chunk.of([(row, 0, text[:chunk]) for row, text in texts], device)
+                after = Chunk.of([(row, chunk, text[chunk:]) for row, text in texts], device)
+                first, _ = runner.forward_prompts(before)
+                second, between = runner.forward_prompts(after, (1,))
                 places = tree.ancestors.expand(2, -1, -1), tree.depth.expand(2, -1)
                 mask = tree.mask.expand(2, -1, -1)
                 hidden, captured = runner.forward_nodes(nodes, lengths, *places, captures=(1,), mask=mask)

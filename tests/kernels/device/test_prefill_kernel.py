@@ -1,73 +1,68 @@
-"""Prompts in chunks through the tree attention kernel: a chunk is a chain of nodes behind the tokens before it."""
+"""Parts of prompts of several rows through the attention kernel, in one pass without padding."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.inference.engine import runner as runner_module
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import Runner, engine_attention
-from draftsmith.kernels import attention_plan
-from draftsmith.kernels import tree_attention as kernel_module
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
-SIZES = {True: ([70, 30], 66), False: ([23, 11], 18)}  # of prompts, of chunks; those with more than a word's bits
+# Of each pass (row, first position, tokens): prompts that begin, go on and end together, in any order of the rows; one
+# token alone; parts of more and of fewer queries than a block has.
+PASSES = [[(2, 0, 23), (0, 0, 7)], [(3, 0, 1)], [(0, 7, 12), (2, 23, 1), (3, 1, 40)], [(2, 24, 3), (0, 19, 2)]]
+LONG = [[(2, 0, 90), (0, 0, 66)], [(0, 66, 7), (2, 90, 70)]]
 
 
-def prefill(target, lean, kernel, large):
-    """Hidden states and a captured layer ``[2, T, 2 · d]`` of ragged prompts in two rows of three, by chunks: in
-    neighbours, or in others if ``large``."""
-    lengths, size = SIZES[large]
-    longest = max(lengths)
-    cache = KVCache(target, 3, longest + 5)
+def prefill(target, lean, kernel, passes):
+    """Hidden states and a captured layer ``[T, 2 · d]`` of all passes, in rows of four."""
+    longest = max(start + count for parts in passes for _, start, count in parts)
+    cache = KVCache(target, 4, longest + 5)
     for storage in cache._storages:
         storage.fill_(float("nan"))
     runner = Runner(target, cache, lean=lean)
     assert (runner.lean is not None) == lean and runner.kernel
-    runner.kernel = kernel
-    rows, other = (torch.tensor([0, 2], device=target.device), 1) if large else (slice(1, 3), 0)
-    tokens = torch.randint(61, (2, longest), generator=torch.Generator().manual_seed(1))
-    for row, length in enumerate(lengths):
-        tokens[row, length:] = 0
-    chunks = []
+    runner.on_cpu = not kernel
+    tokens = torch.randint(61, (4, 200), generator=torch.Generator().manual_seed(1)).tolist()
+    found, used = [], torch.zeros(4, longest + 5, dtype=torch.bool)
     with torch.inference_mode(), engine_attention([target]):
-        for start in range(0, longest, size):
-            chunk = tokens[:, start : start + size].to(target.device)
-            with cache.only(rows, start + chunk.shape[1]):
-                hidden, captured = runner.forward_chunk(chunk, start, [1])
-            chunks.append(torch.cat([hidden, *captured], -1))
+        for parts in passes:
+            chunk = Chunk.of([(row, at, tokens[row][at : at + count]) for row, at, count in parts], target.device)
+            hidden, captured = runner.forward_prompts(chunk, [1])
+            found.append(torch.cat([hidden, *captured], -1)[0])
+            for row, start, count in parts:
+                used[row, start : start + count] = True
     for storage in cache._storages:
-        assert storage[:, :, other].isnan().all() and storage[..., longest:, :].isnan().all(), "other rows and slots"
-        assert not storage[:, :, rows, :, :longest].isnan().any()
-    return torch.cat(chunks, 1).double().cpu()
+        written = ~storage.isnan().movedim((2, 4), (0, 1)).flatten(2)  # [B, S, ·]
+        assert torch.equal(written.all(-1).cpu(), used) and torch.equal(written.any(-1).cpu(), used), "other slots"
+    return torch.cat(found).double().cpu()
 
 
-WAYS = [("llama", True, 5), ("mistral", False, 5), ("gemma2", True, 2)]
+WAYS = [("llama", True, LONG), ("mistral", False, PASSES), ("gemma2", True, PASSES)]
 
 
-@pytest.mark.parametrize(("family", "lean", "items"), [*WAYS, pytest.param("gemma2", False, 2, marks=pytest.mark.slow)])
-def test_chunks_as_on_the_plain_path(make_target, on, monkeypatch, family, lean, items):
-    """Windows of 8 tokens across the chunks' edge, soft caps, prompts that end in either chunk; with and without rows
-    that are split."""
+@pytest.mark.parametrize(
+    ("family", "lean", "passes"), [*WAYS, pytest.param("gemma2", False, PASSES, marks=pytest.mark.slow)]
+)
+def test_parts_as_on_the_plain_path(make_target, on, family, lean, passes):
+    """Windows of 8 tokens across the chunks' edge, soft caps. The plain path's are those of each prompt alone."""
     target = on(make_target(family, num_attention_heads=2, num_key_value_heads=1))
-    exact = prefill(on(target, torch.float64), False, kernel=False, large=items > 2)
-    plain = prefill(target, lean, kernel=False, large=items > 2)
-    planned, make_plan = [], kernel_module.make_plan
-
-    def plan(*arguments):
-        planned.append(make_plan(*arguments, min_share=1))
-        return planned[-1]
-
-    for module in (kernel_module, attention_plan):
-        monkeypatch.setattr(module, "make_plan", plan)
-    for module in (kernel_module, runner_module):
-        monkeypatch.setattr(module, "attention_items", lambda *arguments: items)
-    ours = prefill(target, lean, kernel=True, large=items > 2)
-    windows = 1 if family == "llama" else 2
-    assert len(planned) == (0 if items == 2 else 2 * windows), "once for each chunk and window, not for each layer"
-    assert items == 2 or max(int(one.count.max()) for one in planned) > 1, "rows are split"
+    double = on(target, torch.float64)
+    exact = prefill(double, False, False, passes)
+    plain, ours = (prefill(target, lean, kernel, passes) for kernel in (False, True))
+    alone = {row: prefill(double, False, False, own) for row, own in by_row(passes).items()}
+    rows = torch.tensor([row for parts in passes for row, _, count in parts for _ in range(count)])
+    for row, own in alone.items():
+        torch.testing.assert_close(exact[rows == row], own)
     allowed = 1000 * torch.finfo(torch.float32).eps * float(exact.norm())  # of two layers and their norms
     assert float((ours - exact).norm()) <= allowed and float((plain - exact).norm()) <= allowed
+
+
+def by_row(passes):
+    """The passes of each row's parts alone."""
+    rows = {row for parts in passes for row, _, _ in parts}
+    return {row: [[part] for parts in passes for part in parts if part[0] == row] for row in rows}
 
 
 class Largest(TorchDispatchMode):
@@ -95,10 +90,10 @@ def test_neither_scores_nor_masks_are_kept(make_target, device, on, family, lean
     for kernel in (True, False):
         cache = KVCache(target, 1, start + chunk)
         runner = Runner(target, cache, lean=lean)
-        runner.kernel = kernel
+        runner.on_cpu = not kernel
         known = [*cache._storages, *target.model.parameters(), *runner.tables.values(), runner.numbers]
         with torch.inference_mode(), engine_attention([target]), Largest(known) as seen:
-            runner.forward_chunk(torch.zeros(1, chunk, dtype=torch.int64, device=device), start)
+            runner.forward_prompts(Chunk.of([(0, start, [0] * chunk)], device))
         largest[kernel] = seen.elements
     assert chunk * 32 <= largest[True] < size // 2, "hidden states at least"
     assert largest[False] >= size * (4 if family == "gemma2" else 1), "the plain path has a mask, with a cap scores"

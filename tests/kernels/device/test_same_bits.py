@@ -13,6 +13,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import bitsets
@@ -155,15 +156,14 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, 
     one, and of the longer text."""
     target = on(make_target(family, **FIELDS), torch.bfloat16 if GPU else torch.float32)
     rng, lengths = random.Random(3), (13, 2 * TILE - 2)
-    prefixes = [torch.tensor([[rng.randrange(61) for _ in range(length)]], device=device) for length in lengths]
+    prefixes = [[rng.randrange(61) for _ in range(length)] for length in lengths]
     one, zero = torch.ones(1, 1, 1, dtype=torch.int64, device=device), torch.zeros(1, 1, dtype=torch.int32)
     with torch.inference_mode():
         cache = KVCache(target, 2, 250)
         both = Runner(target, cache, static=True)
         assert both.bitwise
         for row, prefix in enumerate(prefixes):
-            with cache.only(slice(row, row + 1), prefix.shape[1]):
-                both.forward_chunk(prefix, 0)
+            both.forward_prompts(Chunk.of([(row, 0, prefix)], device))
         cache.lengths.copy_(torch.tensor(lengths))
         for size in (4, 5, 8, 9, 16, 17, 31, 32, 40, 64) if GPU else (12,):
             parents = random_parents(size, 9, rng)
@@ -175,7 +175,7 @@ def test_bits_of_a_trees_nodes_are_those_of_plain_decoding(make_target, device, 
                 path = walk(parents, rng.randrange(size // 2, size))[::-1]
                 alone = KVCache(target, 1, 250)
                 runner = Runner(target, alone, static=True)
-                runner.forward_chunk(prefix, 0)
+                runner.forward_prompts(Chunk.of([(0, 0, prefix)], device))
                 for place, node in enumerate(path):
                     alone.lengths.fill_(lengths[row] + place)
                     token = tokens[row : row + 1, node : node + 1]
