@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.engine import engine
 from draftsmith.inference.engine import prompts as prompting
+from draftsmith.inference.engine import queue as queueing
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.prefill import Prefill
@@ -325,6 +326,7 @@ def check_apart(make_target: Callable[..., Target], make: MakeDrafter, *, own: b
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Runner, "bitwise", False)  # texts begin together, as on a GPU
                 patch.setattr(prompting, "PREFILL_CHUNK", 11)
+                patch.setattr(queueing, "REUSED_LEAST", 1 << 30)
                 begun = record_begins(patch)
                 decoder = SpeculativeDecoder(target, make(target), static=static, lean=lean)
                 results = decoder.serve(requests, 3, mode=mode, refill=2)
@@ -340,7 +342,7 @@ def record_begins(patch: pytest.MonkeyPatch) -> list[list[int]]:
     def recorded(self, prompts, *arguments, **named):
         waiting = [prompt for prompt in prompts if not prompt.done]
         found = run(self, prompts, *arguments, **named)
-        rows = [prompt.row for prompt in waiting if prompt.done]
+        rows = sorted(prompt.row for prompt in waiting if prompt.done)
         begun.extend([rows] if rows else [])
         return found
 

@@ -103,6 +103,7 @@ def test_new_texts_wait_until_some_rows_are_free(written, monkeypatch, static):
     assert [r.tokens for r in at_once] == [row[:limit] for row, limit in zip(truth, LIMITS, strict=True)] * 3
     monkeypatch.setattr(Runner, "bitwise", False)  # rows begin together, as on a GPU
     monkeypatch.setattr(engine_queue, "LONGEST_WAIT", 1e9)
+    monkeypatch.setattr(engine_queue, "REUSED_LEAST", 1 << 30)
     begun, free, take = record_begins(monkeypatch), [], engine_queue.Queue._take_requests
 
     def recorded(queue):
