@@ -44,10 +44,13 @@ class FirstRows:
         """Move the text in a row to a free row; ``slots``: of its tokens, and of those that a step adds."""
         step, state, verifier = self.step, self.step.state, self.step.verifier
         step.cache.copy_row(source, to, min(slots, step.capacity))
+        step.prefill.prefixes.move(source, to)
         verifier.settings.move(source, to)
-        for buffer in (step.cache.lengths, state.root, state.feature, verifier.step, verifier.seen, step.active):
+        buffers = step.cache.lengths, state.root, state.feature, step.prefill.last, step.active
+        for buffer in (*buffers, verifier.step, verifier.seen):
             if buffer is not None:
                 buffer[to] = buffer[source]
-        step.bounds[to], step.bounds[source], step.active[source] = step.bounds[source], None, False
-        step.prefill.move(source, to)
+        step.bounds[to] = step.bounds[source]
         step.logprobs.move(source, to)
+        step.end(source)
+        step.prefill.forget([source])

@@ -115,12 +115,6 @@ class Prefill:
         if not self.step.drafter.reuses:
             self.forget([row])
 
-    def move(self, source: int, to: int) -> None:
-        """Keep of the text in a row that has moved what is kept of it, for the row it is in now."""
-        self.last[to] = self.last[source]
-        self.prefixes.move(source, to)
-        self.step.cache.lengths[source] = 0
-
     def forget(self, rows: Sequence[int]) -> None:
         """Keep nothing of the texts that ended in these rows, which then cost a step little."""
         rows = [row for row in rows if self.prefixes.held[row]]

@@ -32,6 +32,11 @@ class Prefixes:
         self.tokens[row, : len(prompt)] = prompt
         self.held[row], self.coming[row], self.read[row] = held, len(prompt), 0
 
+    def move(self, source: int, to: int) -> None:
+        """A text moves to another row."""
+        for of_rows in (self.tokens, self.held, self.coming, self.read):
+            of_rows[to] = of_rows[source]
+
     def end(self, row: int, answer: Sequence[int]) -> int:
         """A text ends; ``answer``: of its tokens after the prompt those that the cache holds. Returns how many tokens
         it holds of the text."""
@@ -39,12 +44,6 @@ class Prefixes:
         self.tokens[row, before : before + len(answer)] = answer
         self.held[row] = self.coming[row] = before + len(answer)
         return before + len(answer)
-
-    def move(self, source: int, to: int) -> None:
-        """A text moves to another row; its own holds nothing then."""
-        for values in (self.tokens, self.held, self.coming, self.read):
-            values[to] = values[source]
-        self.held[source] = self.coming[source] = 0
 
     def shared(self, prompt: Sequence[int], alone: bool) -> tuple[np.ndarray, np.ndarray]:
         """With how many tokens each row's text, so far as it is held or coming, begins as the prompt does ``[B]``, and

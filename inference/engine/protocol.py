@@ -93,9 +93,9 @@ class Drafter(Protocol):
     own_counts: for static steps, nodes at most (root included) that each drafter of a merge proposes if it is asked
         alone, as ``State.alone`` says; by its number, empty unless it merges several.
     reads_own_path: ``absorb`` reads ``Verdict.own_path``.
-    reuses: a prompt may begin with tokens that are not read again, see :meth:`reuse`.
     keeps_rows: it keeps state by row, or its nodes are chosen by what a step of all rows takes: steps then run on all
         rows of the batch, also where few have a text.
+    reuses: a prompt may begin with tokens that are not read again, see :meth:`reuse`.
     """
 
     num_nodes: int  # of its trees, root included, at most
@@ -113,8 +113,8 @@ class Drafter(Protocol):
     has_acceptance: bool = True  # its trees have acceptance where the state asks for it
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
-    reuses: bool = False
     keeps_rows: bool = True
+    reuses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
@@ -175,8 +175,8 @@ class PlainDrafter(Drafter):
     """Proposes the root alone: plain decoding, the baseline of every speed-up."""
 
     num_nodes, max_depth, branching, static = 1, 0, 0, True
-    reuses = True
     keeps_rows = False
+    reuses = True
 
     def __init__(self, device: torch.device) -> None:
         self.tree = StaticTree([-1], device)

@@ -93,7 +93,7 @@ class Queue:
         step, count = self.step, len(self.texts) - self.texts.count(None)
         fewest = FEWEST_ON_GPU if step.device.type == "cuda" else 1
         rows = max(fewest, 1 << (count - 1).bit_length()) if count else step.running
-        if not self.exhausted or self.prompts or step.drafter.keeps_rows or rows >= step.running:
+        if self.prompts or not self.exhausted or step.drafter.keeps_rows or rows >= step.running:
             return
         step.prefill.forget([row for row, text in enumerate(self.texts) if text is None])
         free = (row for row in range(rows) if self.texts[row] is None)
@@ -114,8 +114,7 @@ class Queue:
         for row, text in texts:
             if first[row] < 0:
                 raise self._not_finite(text)
-            self.texts[row], self.step.bounds[row] = text, text.request.max_draft_nodes
-            text.row = row
+            self.texts[row], self.step.bounds[row], text.row = text, text.request.max_draft_nodes, row
             text.result.prompt_logprobs, logprobs = self.step.logprobs.of_prompt(row)
             self._add(text, [first[row]], [0], logprobs, step=False)
 
