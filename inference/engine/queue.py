@@ -78,6 +78,11 @@ class Queue:
                     f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; "
                     "raise it"
                 )
+            if self.step.mode == "greedy" and request.sampling.changes_logits:
+                raise ValueError(
+                    f"prompt {number + 1}: mode greedy has no penalties and no logit_bias; take mode sample with "
+                    "temperature 0, which is greedy, too"
+                )
             if request.max_draft_nodes is not None and not self.step.can_be_bounded:
                 raise ValueError(
                     f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "

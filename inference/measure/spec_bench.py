@@ -16,33 +16,41 @@ from draftsmith.models.target import Target
 
 
 def write_answers(
-    file: Path, target: Target, drafter: str, prompts: Sequence[Prompt], results: Sequence[Generation]
+    file: Path, target: Target, drafter: str, prompts: Sequence[Prompt], results: Sequence[Generation], seed: int = 0
 ) -> None:
-    """Write a line for each question, whose turns follow each other among the prompts.
+    """Write a line for each question, whose turns follow each other among the prompts. ``results``: of all prompts, and
+    then the next samples of all prompts, each of which is a further choice; ``seed``: of the first, the next one's is
+    one more.
 
     ``new_tokens`` count the prefill's token and the stop token; ``accept_lengths`` the committed tokens of each step,
     the target's own included; ``wall_time`` are the seconds of the last round. ``idxs`` are the numbers of the last
     steps, from 0 (Medusa, EAGLE), ``decoding_steps`` how many there were (Spec-Bench).
     """
     lines: list[str] = []
-    pairs = itertools.groupby(zip(prompts, results, strict=True), lambda pair: pair[0].where)
+    starts = range(0, len(results), len(prompts))
+    samples = zip(*(results[start : start + len(prompts)] for start in starts), strict=True)
+    pairs = itertools.groupby(zip(prompts, samples, strict=True), lambda pair: pair[0].where)
     for number, (_, turns) in enumerate(pairs, 1):
-        asked, answers = zip(*turns, strict=True)
-        choice = {
-            "index": 0,
-            "turns": [answer_text(target, answer.tokens) for answer in answers],
-            "idxs": [max(0, len(answer.accepted) - 1) for answer in answers],
-            "decoding_steps": [len(answer.accepted) for answer in answers],
-            "new_tokens": [len(answer.tokens) for answer in answers],
-            "wall_time": [round(answer.seconds, 6) for answer in answers],
-            "accept_lengths": [length for answer in answers for length in answer.accepted],
-        }
+        asked, of_turns = zip(*turns, strict=True)
+        choices = [
+            {
+                "index": index,
+                "turns": [answer_text(target, answer.tokens) for answer in answers],
+                "idxs": [max(0, len(answer.accepted) - 1) for answer in answers],
+                "decoding_steps": [len(answer.accepted) for answer in answers],
+                "new_tokens": [len(answer.tokens) for answer in answers],
+                "wall_time": [round(answer.seconds, 6) for answer in answers],
+                "accept_lengths": [length for answer in answers for length in answer.accepted],
+                **({"seed": seed + index} if len(results) > len(prompts) else {}),
+            }
+            for index, answers in enumerate(zip(*of_turns, strict=True))
+        ]
         row = {
             "question_id": number if asked[0].question is None else asked[0].question,
             "category": asked[0].kind or "other",
             "answer_id": uuid.uuid4().hex,
             "model_id": f"{Path(target.name).name}-{short_name(drafter)}",
-            "choices": [choice],
+            "choices": choices,
             "tstamp": time.time(),
         }
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
