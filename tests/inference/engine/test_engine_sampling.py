@@ -20,6 +20,7 @@ SAMPLINGS = {
     "cut": Sampling(temperature=0.7, top_k=4, top_p=0.9),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.8),
     "min_p": Sampling(min_p=0.2, repetition_penalty=1.3, top_k=5000),
+    "counts": Sampling(presence_penalty=0.8, frequency_penalty=0.9, logit_bias={1: 1.5, 3: -1}),
 }
 
 
@@ -95,7 +96,16 @@ def test_check_distribution(decoder, monkeypatch):
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 50.0}],
+    [
+        {"temperature": 0.3},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"repetition_penalty": 50.0},
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": -2.0},
+        {"logit_bias": {2: 2.0}},
+    ],
     ids=lambda parameters: next(iter(parameters)),
 )
 def test_check_distribution_uses_the_given_parameters(decoder, monkeypatch, parameters):
