@@ -364,6 +364,7 @@ def measure(
         answer_files(args), args.drafters, decoders, outputs, strict=bool(args.answers)
     ):
         own = engine_options(args.mode, sampling, prompts, range(1, samples))
+        own["max_draft_nodes"] = args.max_draft_nodes
         more = decoder.generate(prompts * (samples - 1), args.max_new_tokens, batch_size=1, **own)
         write_answers(file, target, name, given, [*results, *more], sampling.seed)
         console.print(f"wrote {file}", markup=False, soft_wrap=True)

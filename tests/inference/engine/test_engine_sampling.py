@@ -10,9 +10,9 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure.lossless import check_distribution
 from draftsmith.inference.verify import verify as modes
-from draftsmith.inference.verify.sampling import Rows, Sampling, Settings
+from draftsmith.inference.verify.sampling import Rows, Sampling
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.inference.verify.verify import Verdict
+from draftsmith.inference.verify.verify import Verdict, Verifier
 
 PROMPT, ALPHA = [3, 1, 4, 1], 1e-6
 SAMPLINGS = {
@@ -112,12 +112,12 @@ def test_check_distribution_uses_the_given_parameters(decoder, monkeypatch, para
     """An engine that ignores a parameter fails with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
     assert check_distribution(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
-    set_rows = Settings.set_rows
+    begin = Verifier.begin
 
-    def ignoring(self: Settings, rows: Rows, samplings: list[Sampling]) -> None:
-        set_rows(self, rows, [Sampling(seed=sampling.seed) for sampling in samplings])
+    def ignoring(self: Verifier, rows: Rows, prompts: list[list[int]], samplings: list[Sampling]) -> None:
+        begin(self, rows, prompts, [Sampling(seed=sampling.seed) for sampling in samplings])
 
-    monkeypatch.setattr(Settings, "set_rows", ignoring)
+    monkeypatch.setattr(Verifier, "begin", ignoring)
     wrong = anew(decoder)
     assert not check_distribution(wrong, prompts, Sampling(**parameters), 256).passed
     assert check_distribution(wrong, prompts, Sampling(), 256).passed
