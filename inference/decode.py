@@ -397,7 +397,8 @@ def main() -> None:
 
     given_sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     biases = given_sampling.pop("logit_bias", {})
-    sampling = Sampling(**given_sampling)  # checks the ranges
+    known = {key: value for key, value in biases.items() if isinstance(key, int)}
+    sampling = Sampling(**given_sampling, logit_bias=known)  # checks the ranges
     options = target_arguments(args)
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]

@@ -147,7 +147,7 @@ class Settings:
         self.uses_min_p |= s.min_p > 0
         self.uses_penalty |= s.repetition_penalty != 1
         self.uses_counts |= s.counts_tokens
-        self.uses_bias |= bool(s.logit_bias)
+        self.uses_bias |= any(s.logit_bias.values())
 
     def clear_usage(self) -> None:
         """Clear the usage flags; :meth:`set_rows` sets them again."""
