@@ -329,7 +329,7 @@ def measure(
     from draftsmith.inference.measure.spec_bench import write_answers
     from draftsmith.inference.measure.timing import engine_options
 
-    lean, samples = DECODERS[args.decoder], args.samples or 1
+    lean = DECODERS[args.decoder]
     decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
     kinds = [prompt.kind for prompt in given]
 
@@ -363,10 +363,12 @@ def measure(
     for file, name, decoder, results in zip(
         answer_files(args), args.drafters, decoders, outputs, strict=bool(args.answers)
     ):
-        own = engine_options(args.mode, sampling, prompts, range(1, samples))
-        own["max_draft_nodes"] = args.max_draft_nodes
-        more = decoder.generate(prompts * (samples - 1), args.max_new_tokens, batch_size=1, **own)
-        write_answers(file, target, name, given, [*results, *more], sampling.seed)
+        if args.samples:
+            own = engine_options(args.mode, sampling, prompts, range(1, args.samples))
+            own["max_draft_nodes"] = args.max_draft_nodes
+            more = prompts * (args.samples - 1)
+            results = [*results, *decoder.generate(more, args.max_new_tokens, batch_size=1, **own)]
+        write_answers(file, target, name, given, results, sampling.seed)
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
     if args.report:  # what was measured first: it must not be lost
         reporting.write_reports(reports, args.report, console)
