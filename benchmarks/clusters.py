@@ -60,10 +60,10 @@ def methods(unit: torch.Tensor, clusters: int) -> dict[str, Labels]:
     return {
         "draftsmith": own(None),
         "draftsmith, balanced": own(2.0),
-        "MiniBatchKMeans": lambda seed: MiniBatchKMeans(
-            clusters, batch_size=16_384, random_state=seed, n_init=1
-        ).fit_predict(rows),
-        "KMeans": lambda seed: KMeans(clusters, random_state=seed, n_init=1).fit_predict(rows),
+        "MiniBatchKMeans": lambda seed: MiniBatchKMeans(clusters, batch_size=16_384, random_state=seed).fit_predict(
+            rows
+        ),
+        "KMeans": lambda seed: KMeans(clusters, random_state=seed).fit_predict(rows),
     }
 
 
@@ -82,7 +82,7 @@ def main() -> None:
     device = torch.device(choose_device(args.device))
     torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype="float32", device=str(device), say=say)
-    unit = F.normalize(target.lm_head.weight.detach().float(), dim=1)
+    unit = F.normalize(target.lm_head.get_parameter("weight").detach().float(), dim=1)
     if not args.clusters < args.sample <= len(unit):
         raise ValueError(f"--sample {args.sample}: more than the clusters, at most the vocabulary of {len(unit):,}")
     facts = facts_of(__file__, device) | {"target": target.name, "vocab_size": len(unit), "clusters": args.clusters}
