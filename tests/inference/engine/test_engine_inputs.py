@@ -62,8 +62,8 @@ WRONG = [
     ),
     (
         {"sampling": Sampling(presence_penalty=1)},
-        "prompt 2: mode greedy has no penalties and no logit_bias; take mode sample with temperature 0, which is "
-        "greedy, too",
+        "prompt 2: mode greedy has no logit_bias, presence and frequency penalty; take mode sample with temperature 0, "
+        "which is greedy, too",
     ),
     ({"stop_ids": 5}, "prompt 2: stop_ids 5: must be a set of token ids, or None"),
     ({"stop_ids": "5"}, "prompt 2: stop_ids '5': must be a set of token ids, or None"),
