@@ -81,8 +81,8 @@ class Queue:
             sampling = request.sampling
             if self.step.mode == "greedy" and (sampling.counts_tokens or sampling.logit_bias):
                 raise ValueError(
-                    f"prompt {number + 1}: mode greedy has no logit_bias, presence and frequency penalty; take mode sample "
-                    "with temperature 0, which is greedy, too"
+                    f"prompt {number + 1}: mode greedy has no logit_bias, presence and frequency penalty; take mode "
+                    "sample with temperature 0, which is greedy, too"
                 )
             if request.max_draft_nodes is not None and not self.step.can_be_bounded:
                 raise ValueError(
