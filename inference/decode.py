@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,15 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
 from draftsmith.data.formats import Message
-from draftsmith.inference.commands.options import SAMPLING, check_counts, check_logprobs, check_threads
+from draftsmith.inference.commands.options import (
+    SAMPLING,
+    biases_by_id,
+    check_counts,
+    check_logprobs,
+    check_threads,
+    choose_mode,
+    read_biases,
+)
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.names import check_names, short_name
@@ -116,6 +125,22 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="only the most likely tokens that make up this share (default 1)")
     parser.add_argument("--min-p", type=float, help="only tokens this likely beside the likeliest (default 0)")
     parser.add_argument("--repetition-penalty", type=float, help="above 1: what the text holds becomes less likely")
+    parser.add_argument(
+        "--presence-penalty",
+        type=float,
+        help="-2 to 2: so much is taken from the logits of tokens that the answer holds (default 0). This and the next "
+        "two work in greedy decoding, too, which they leave as it is if no other sampling option is given",
+    )
+    parser.add_argument("--frequency-penalty", type=float, help="the same, times how often it holds them (default 0)")
+    parser.add_argument(
+        "--logit-bias",
+        action="append",
+        metavar="ID=X",
+        help="add X (-100 to 100) to a token's logit; '\"TEXT\"=X' names it by its text; repeat it for several",
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="N texts of each prompt, with the seeds --seed, --seed + 1, …"
+    )
     parser.add_argument("--epsilon", type=float, help="threshold of --mode typical: higher accepts less (default 0.09)")
     parser.add_argument("--delta", type=float, help="its second threshold, times e^(-entropy) (default √ε)")
     parser.add_argument("--seed", type=int, help="the same seed, the same text (default 0)")
@@ -201,7 +226,8 @@ def check(args: argparse.Namespace) -> None:
         ValueError: two options contradict each other, a value is out of its range, or --report cannot be written.
     """
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
-    check_counts(first=args.first)
+    check_counts(first=args.first, samples=args.samples)
+    args.logit_bias = None if args.logit_bias is None else read_biases(args.logit_bias)
     if args.first and not args.prompts:
         raise ValueError("--first is for --prompts; leave it out")
     check_threads(args.threads)
@@ -219,18 +245,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-draft-nodes {args.max_draft_nodes}: must be at least 0")
     if len({short_name(name) for name in args.drafters}) < len(args.drafters):
         raise ValueError("two of the drafters have the same name, and so would their reports")
-    given_sampling = [name for name in SAMPLING if getattr(args, name) is not None]
-    if args.mode is None:
-        args.mode = "sample" if given_sampling or args.verify else "greedy"
-    for name in ("epsilon", "delta"):
-        if args.mode != "typical" and getattr(args, name) is not None:
-            raise ValueError(f"--{name} is {'the' if name == 'epsilon' else 'a'} threshold of --mode typical")
-    if args.mode == "greedy" and given_sampling:
-        raise ValueError(f"--{given_sampling[0].replace('_', '-')} needs --mode sample (or typical)")
-    if args.verify and args.mode != "sample":
-        raise ValueError(f"--verify {args.verify} needs --mode sample")
-    if args.verify == "mss":
-        args.mode = "mss"
+    choose_mode(args)
     if args.max_draft_nodes is not None and args.mode in ("mss", "typical"):
         raise ValueError("--max-draft-nodes is for greedy decoding and coupled sampling: other texts depend on it")
     if args.mode == "typical" and args.check_lossless:
@@ -244,6 +259,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--live prints the texts of --prompts and measures nothing; leave out --report and --check-lossless"
         )
+    if args.samples and not (args.live or args.answers or (args.prompt is not None and not measured)):
+        raise ValueError("--samples is for --prompt and --live, which measure nothing, and for --answers; leave it out")
     if args.interactive and sys.stdin is None:
         raise ValueError("--interactive reads stdin, which is closed; use --prompt or --prompts")
     if (args.live or not args.prompts) and not measured and len(args.drafters) > 1:
@@ -324,10 +341,12 @@ def measure(
     from draftsmith.inference.measure.evaluation import evaluate
     from draftsmith.inference.measure.page import render_pages
     from draftsmith.inference.measure.spec_bench import write_answers
+    from draftsmith.inference.measure.timing import engine_options
 
     lean = DECODERS[args.decoder]
     decoders = [SpeculativeDecoder(target, drafter, lean=lean) for drafter in drafters]
     kinds = [prompt.kind for prompt in given]
+    likely: dict[str, Any] = {"logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode or "raw_logprobs"}
 
     def whole(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [report | report_fields(name) for report, name in zip(reports, args.drafters, strict=True)]
@@ -347,8 +366,7 @@ def measure(
         kinds=kinds,
         lean=lean,
         max_draft_nodes=args.max_draft_nodes,
-        logprobs=args.logprobs,
-        logprobs_mode=args.logprobs_mode or "raw_logprobs",
+        **likely,
         one_by_one=bool(args.answers),  # which have times
         command="python inference/decode.py " + shlex.join(sys.argv[1:]),
         keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
@@ -358,8 +376,15 @@ def measure(
     sources = decoders[0].drafter.sources
     reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], sources)
     reporting.print_table(reports, console)
-    for file, name, results in zip(answer_files(args), args.drafters, outputs, strict=bool(args.answers)):
-        write_answers(file, target, name, given, results)
+    for file, name, decoder, results in zip(
+        answer_files(args), args.drafters, decoders, outputs, strict=bool(args.answers)
+    ):
+        if args.samples:
+            own = engine_options(args.mode, sampling, prompts, range(1, args.samples))
+            own |= {"max_draft_nodes": args.max_draft_nodes, **likely}
+            more = prompts * (args.samples - 1)
+            results = [*results, *decoder.generate(more, args.max_new_tokens, batch_size=1, **own)]
+        write_answers(file, target, name, given, results, sampling.seed)
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
     if args.report:  # what was measured first: it must not be lost
         reporting.write_reports(reports, args.report, console)
@@ -378,7 +403,7 @@ def main() -> None:
     with slow_imports():
         import torch
 
-        from draftsmith.inference.commands.interactive import interact, print_legend, stream, stream_prompts
+        from draftsmith.inference.commands.interactive import answer, interact, print_legend, stream_prompts
         from draftsmith.inference.commands.memory import check_memory, longest_text, target_name
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
@@ -389,7 +414,9 @@ def main() -> None:
         from draftsmith.models.target import Target
 
     given_sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    sampling = Sampling(**given_sampling)  # checks the ranges
+    biases = given_sampling.pop("logit_bias", {})
+    known = {key: value for key, value in biases.items() if isinstance(key, int)}
+    sampling = Sampling(**given_sampling, logit_bias=known)  # checks the ranges
     options = target_arguments(args)
     torch.set_num_threads(args.threads or available_cores())
     target, drafters, lean = None, [], DECODERS[args.decoder]
@@ -411,7 +438,7 @@ def main() -> None:
     asked = given or ([Prompt((args.system or "") + args.prompt)] if args.prompt is not None else [])
     if asked and (name := args.target or target_name(args.drafters)):
         longest = partial(longest_text, name, asked, args.max_new_tokens)
-        check_memory(name, args.drafters, longest, min(args.batch_size, len(asked)), options)
+        check_memory(name, args.drafters, longest, max(args.samples or 1, min(args.batch_size, len(asked))), options)
     if args.plan:
         target, _ = load_drafter("none", target_name=args.target, **options)
         prompts = encode_prompts(given_to(target), target)
@@ -426,9 +453,11 @@ def main() -> None:
         drafters.append(drafter)
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], lean=lean)
+    sampling = replace(sampling, logit_bias=biases_by_id(biases, target.tokenizer))
+    seeds = [sampling.seed + number for number in range(args.samples or 0)]
 
-    def options_of(prompt: list[int]) -> dict[str, Any]:
-        own = engine_options(args.mode, sampling, [prompt])
+    def options_of(prompt: list[int], samples: Sequence[int] = (0,)) -> dict[str, Any]:
+        own = engine_options(args.mode, sampling, [prompt], samples)
         stops = {"stop_strings": args.stop} if args.stop else {}
         own |= {"logprobs": args.logprobs, "logprobs_mode": args.logprobs_mode or "raw_logprobs"}
         return {"max_new_tokens": args.max_new_tokens, "max_draft_nodes": args.max_draft_nodes, **stops, **own}
@@ -450,10 +479,10 @@ def main() -> None:
         given = with_later_turns(given, answers)
         prompts = encode_prompts(given, target)
     if args.live:
-        return stream_prompts(first, args.drafters[0], given, prompts, options_of)
+        return stream_prompts(first, args.drafters[0], given, prompts, options_of, seeds)
     if args.prompt is not None and not args.report and not args.check_lossless:
         print_legend(first, args.drafters[0])
-        stream(first, prompts[0], options_of(prompts[0]))
+        answer(first, prompts[0], options_of, seeds)
         return
     measure(args, target, drafters, given, prompts, sampling, options_of)
 

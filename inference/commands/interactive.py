@@ -19,7 +19,8 @@ from draftsmith.inference.commands.terminal import console, end_text, legend, se
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import TextStream, visible
 
-Options = Callable[[list[int]], dict[str, Any]]  # prompt → the arguments of SpeculativeDecoder.generate beside it
+# Prompt → the arguments of SpeculativeDecoder.generate beside it; with numbers of samples, those of so many texts.
+Options = Callable[..., dict[str, Any]]
 WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
 SHOWN_LINES = 8  # of a prompt, above its answer
 _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -46,6 +47,53 @@ def _first_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
+class _Answer:
+    """An answer that is written to stdout as it grows, without its stop token's text or stop string."""
+
+    def __init__(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
+        target = decoder.target
+        self.text = TextStream(target.tokenizer, options.get("stop_strings", ()), target.stop_ids)
+        self.shown, self.last = 0, ""
+
+    def _write(self, piece: str, drafted: int) -> None:
+        write_text(piece, drafted=drafted)
+        self.last = piece or self.last
+
+    def show(self, result: Generation) -> None:
+        """Write what is new."""
+        for token, drafted_by in zip(result.tokens[self.shown :], result.drafted_by[self.shown :], strict=False):
+            self._write(self.text.add([token]), drafted_by)
+        self.shown = len(result.tokens)
+
+    def end(self) -> None:
+        self._write(self.text.end(), 0)
+        end_text(self.last)
+
+
+def answer(
+    decoder: SpeculativeDecoder, prompt: list[int], options: Options, seeds: Sequence[int]
+) -> tuple[list[Generation], float]:
+    """:func:`stream` the answer to a prompt. With ``seeds``, decode so many texts of it together, and write them to
+    stdout once all have ended; to stderr the seed of each and a line of statistics. Returns the results, and the
+    seconds they took."""
+    if not seeds:
+        result, seconds = stream(decoder, prompt, options(prompt))
+        return [result], seconds
+    given = options(prompt, range(len(seeds)))
+    began = time.perf_counter()
+    results = decoder.generate([prompt] * len(seeds), **given)
+    seconds = time.perf_counter() - began
+    for number, (seed, result) in enumerate(zip(seeds, results, strict=True), 1):
+        if number > 1:
+            separate_text()
+        console.print(f"sample {number}, seed {seed}, ended by {result.finish_reason}", style="dim", markup=False)
+        text = _Answer(decoder, given)
+        text.show(result)
+        text.end()
+    console.print(statistics_of(results, seconds), style="dim", markup=False)
+    return results, seconds
+
+
 def stream(
     decoder: SpeculativeDecoder, prompt: list[int], options: dict[str, Any], stopped: Callable[[], bool] | None = None
 ) -> tuple[Generation, float]:
@@ -56,21 +104,10 @@ def stream(
     Returns:
         The result, and the seconds it took.
     """
-    target, written = decoder.target, ""
-    text = TextStream(target.tokenizer, options.get("stop_strings", ()), target.stop_ids)
-
-    def write(piece: str, drafted: int) -> None:
-        nonlocal written
-        write_text(piece, drafted=drafted)
-        written = piece or written
-
-    shown = 0
+    text = _Answer(decoder, options)
 
     def show(_: int, result: Generation) -> None:
-        nonlocal shown
-        for token, drafted_by in zip(result.tokens[shown:], result.drafted_by[shown:], strict=False):
-            write(text.add([token]), drafted_by)
-        shown = len(result.tokens)
+        text.show(result)
 
     def goes_on(*_: object) -> bool:
         return not (stopped and stopped())
@@ -78,9 +115,8 @@ def stream(
     began = time.perf_counter()
     (result,) = decoder.generate([prompt], on_tokens=goes_on, on_step=show, **options)
     seconds = time.perf_counter() - began
-    write(text.end(), 0)
-    end_text(written)
-    print_logprobs(target.tokenizer, result)
+    text.end()
+    print_logprobs(decoder.target.tokenizer, result)
     reason = "Ctrl-C" if result.finish_reason == "cancelled" else result.finish_reason
     console.print(f"{statistics_of([result], seconds)}, ended by {reason}", style="dim", markup=False)
     return result, seconds
@@ -113,14 +149,20 @@ def statistics_of(results: Sequence[Generation], seconds: float) -> str:
 
 
 def stream_prompts(
-    decoder: SpeculativeDecoder, name: str, given: Sequence[Prompt], prompts: Sequence[list[int]], options: Options
+    decoder: SpeculativeDecoder,
+    name: str,
+    given: Sequence[Prompt],
+    prompts: Sequence[list[int]],
+    options: Options,
+    seeds: Sequence[int] = (),
 ) -> None:
     """Stream the answers to prompts one after the other, each below its prompt, then what they took together.
-    ``name``: of the drafter; ``prompts``: token ids of ``given``."""
+    ``name``: of the drafter; ``prompts``: token ids of ``given``; ``seeds``: of the samples of each, if there are
+    several."""
     short = prompts[0][:WARM_UP]
     decoder.generate([short], **{**options(short), "max_new_tokens": WARM_UP})  # the first call allocates and tunes
     print_legend(decoder, name)
-    answers: list[tuple[Generation, float]] = []
+    answers, seconds = list[Generation](), 0.0
     for number, (asked, prompt) in enumerate(zip(given, prompts, strict=True)):
         if number:
             separate_text()
@@ -128,10 +170,10 @@ def stream_prompts(
         lines = visible(content).splitlines()[-SHOWN_LINES:]
         said = "\n".join(f"> {line}" for line in lines)
         console.print(f"\n{said}", style="bold", markup=False)
-        answers.append(stream(decoder, prompt, options(prompt)))
-    if len(answers) > 1:
-        results, seconds = zip(*answers, strict=True)
-        console.print(f"\n{len(results)} answers: {statistics_of(results, sum(seconds))}", style="bold", markup=False)
+        results, took = answer(decoder, prompt, options, seeds)
+        answers, seconds = [*answers, *results], seconds + took
+    if len(prompts) > 1:
+        console.print(f"\n{len(answers)} answers: {statistics_of(answers, seconds)}", style="bold", markup=False)
 
 
 def print_legend(decoder: SpeculativeDecoder, name: str) -> None:

@@ -1,10 +1,15 @@
 """Checks of a command line. Light to import."""
 
 import argparse
+import json
 import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+# Those after the repetition penalty change greedy texts, too: by themselves they mean temperature 0.
+LOGIT_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 # Of --mode sample and typical.
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "epsilon", "delta")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", *LOGIT_CHANGES, "seed", "epsilon", "delta")
 LARGEST = (1 << 31) - 1
 LOGPROBS = 20  # the likeliest tokens of which --logprobs shows the log-probabilities, at most
 
@@ -42,3 +47,57 @@ def check_threads(threads: int | None) -> None:
     limit = max(256, os.cpu_count() or 1)
     if threads is not None and threads > limit:
         raise ValueError(f"--threads {threads}: must be at most {limit}")
+
+
+def choose_mode(args: argparse.Namespace) -> None:
+    """Choose the mode if it was left out, and ``mss`` if --verify asks for it. Greedy decoding with penalties or biases
+    is mode ``sample`` with temperature 0.
+
+    Raises:
+        ValueError: options of how tokens are chosen contradict each other.
+    """
+    given = [name for name in SAMPLING if getattr(args, name) is not None]
+    if args.mode is None:
+        sampled = args.verify or args.samples or {*given} - {*LOGIT_CHANGES[1:]}
+        args.mode = "sample" if sampled else "greedy"
+    if args.mode == "greedy" and given and not {*given} - {*LOGIT_CHANGES}:
+        args.mode, args.temperature = "sample", 0.0
+    for name in ("epsilon", "delta"):
+        if args.mode != "typical" and getattr(args, name) is not None:
+            raise ValueError(f"--{name} is {'the' if name == 'epsilon' else 'a'} threshold of --mode typical")
+    if args.mode == "greedy" and given:
+        raise ValueError(f"--{given[0].replace('_', '-')} needs --mode sample (or typical)")
+    if args.verify and args.mode != "sample":
+        raise ValueError(f"--verify {args.verify} needs --mode sample")
+    if args.samples and (args.mode != "sample" or args.temperature == 0):
+        raise ValueError(f"--samples {args.samples}: all would be the same text; give --mode sample and a temperature")
+    if args.verify == "mss":
+        args.mode = "mss"
+
+
+def read_biases(given: Sequence[str]) -> dict[int | str, float]:
+    """The biases of --logit-bias, by token id or by the text of a token. Raises ValueError: it cannot be read."""
+    found: dict[int | str, float] = {}
+    for each in given:
+        token, _, bias = each.rpartition("=")
+        try:
+            key, value = json.loads(token), float(bias)
+        except ValueError:
+            key = value = None
+        if value is None or isinstance(key, bool) or not isinstance(key, int | str):
+            raise ValueError(f"--logit-bias {each}: must be ID=NUMBER, or '\"TEXT\"=NUMBER' with the text of one token")
+        found[key] = value
+    return found
+
+
+def biases_by_id(biases: Mapping[int | str, float], tokenizer: Any) -> dict[int, float]:
+    """The same with token ids alone. Raises ValueError: a text is not one token."""
+    found: dict[int, float] = {}
+    for key, value in biases.items():
+        if isinstance(key, str) and tokenizer is None:
+            raise ValueError(f"--logit-bias {json.dumps(key)}: the target has no tokenizer; give a token id")
+        ids = [key] if isinstance(key, int) else tokenizer(key, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(f"--logit-bias {json.dumps(key)}: the text is {len(ids)} tokens {ids}; give their ids")
+        found[ids[0]] = value
+    return found

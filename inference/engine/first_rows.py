@@ -19,7 +19,7 @@ class FirstRows:
             (step, ("active", "zeros", "ones", "committed", "counts_and_tokens", "tokens", "by_source", "expected")),
             (step.state, ("root", "length", "feature", "active", "step")),
             (step.cache, ("lengths",)),
-            (step.verifier, ("step", "seen", "settings")),
+            (step.verifier, ("step", "seen", "counts", "settings")),
         )
         self._whole: list[tuple[object, str, Any]] = []  # the buffers of all rows, while fewer run
 
@@ -47,9 +47,8 @@ class FirstRows:
         step.prefill.prefixes.move(source, to)
         verifier.settings.move(source, to)
         buffers = step.cache.lengths, state.root, state.feature, step.prefill.last, step.active
-        for buffer in (*buffers, verifier.step, verifier.seen):
-            if buffer is not None:
-                buffer[to] = buffer[source]
+        for buffer in (*buffers, *verifier.buffers()):
+            buffer[to] = buffer[source]
         step.bounds[to] = step.bounds[source]
         step.logprobs.move(source, to)
         step.end(source)

@@ -18,7 +18,8 @@ class Request:
     prompt: token ids, at least one; a one-dimensional tensor or array is converted to a list, and of what a tokenizer
         or its ``apply_chat_template`` returns for one text, the ``input_ids`` are taken.
     max_new_tokens: limit of new tokens.
-    sampling: sampling parameters, for modes other than greedy; temperature 1 if left out.
+    sampling: sampling parameters, for modes other than greedy; temperature 1 if left out. Greedy decoding with
+        penalties or biases is mode ``sample`` with temperature 0.
     stop_ids: token ids that end the text; the target's own if None.
     stop_strings: strings that end the text; the token that completes one is the last. Needs the target's tokenizer.
     max_draft_nodes: nodes that are drafted in each of its steps, at most, by it or any text decoded beside it; 0: plain
@@ -133,6 +134,8 @@ def checked_length(request: Request, number: int, target: Target) -> int:
         raise ValueError(f"{where}: max_new_tokens {request.max_new_tokens}: must be at least 0")
     if not isinstance(request.sampling, Sampling):
         raise ValueError(f"{where}: sampling is of type {type(request.sampling).__name__}; give a Sampling")
+    if wrong := _wrong_id(request.sampling.logit_bias, vocabulary):
+        raise ValueError(f"{where}: logit_bias: token {wrong}")
     stops, strings = request.stop_ids, request.stop_strings
     if stops is not None and not (isinstance(stops, Set) or _is_list(stops)):
         raise ValueError(f"{where}: stop_ids {stops!r}: must be a set of token ids, or None")

@@ -423,9 +423,8 @@ class Step:
 
     def buffers(self) -> list[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length; the lengths first."""
-        seen = [] if self.verifier.seen is None else [self.verifier.seen]
-        state = self.cache.lengths, self.state.root, self.state.feature, self.verifier.step, self.committed
-        return [*state, *seen, *self.drafter.buffers()]
+        state = self.cache.lengths, self.state.root, self.state.feature, self.committed
+        return [*state, *self.verifier.buffers(), *self.drafter.buffers()]
 
     @property
     def _graph_key(self) -> tuple[tuple[int, ...], StepSize, int]:

@@ -182,7 +182,7 @@ class _Evaluation:
             methods[name] = partial(self.decode, decoder)
         if "engine" in wanted:
             methods["engine"] = partial(self.decode, self.plain)
-        theirs = generate_options(self.mode, self.sampling)
+        theirs = generate_options(self.mode, self.sampling) if {*wanted} - {"engine"} else {}
         if "transformers" in wanted:
             methods["transformers"] = transformers_method(target, self.max_new_tokens, batch_size, **theirs)
         if "prompt_lookup" in wanted and batch_size == 1:
@@ -295,7 +295,7 @@ class _Evaluation:
             "mode": "sample" if mode == "mss" else mode,
             **({"verify": "mss" if mode == "mss" else "coupled"} if mode in ("sample", "mss") else {}),
             **({"lossy": True} if mode == "typical" else {}),
-            **({} if mode == "greedy" else {"sampling": asdict(self.sampling)}),
+            **({} if mode == "greedy" else {"sampling": _in_use(asdict(self.sampling))}),
             "prompts": len(self.prompts),
             "counted_prompts": len(counted_prompts),
             "max_new_tokens": self.max_new_tokens,
@@ -334,6 +334,13 @@ class _Evaluation:
                 bitwise = self.bitwise[name]
                 lossless = check_texts(self.target, prompts, ours, plain_texts, advance, bitwise, seeded)
         return lossless.to_dict() | {"passed": lossless.passed}
+
+
+def _in_use(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters of a report; those that came later only if they are set, so that it can be compared with
+    older ones."""
+    later = ("presence_penalty", "frequency_penalty", "logit_bias")
+    return {name: value for name, value in sampling.items() if value or name not in later}
 
 
 def _plain_seconds(timed: Mapping[str, Timed], names: Sequence[str]) -> float:

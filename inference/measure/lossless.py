@@ -39,7 +39,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Chunk
 from draftsmith.inference.engine.runner import Runner, engine_attention
 from draftsmith.inference.engine.step import on_device, static_by_default
-from draftsmith.inference.verify.sampling import Sampling, Settings, penalised, sampling_distribution
+from draftsmith.inference.verify.sampling import Sampling, Seen, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import StaticTree, chain
 from draftsmith.kernels.coupled import gumbel
 from draftsmith.kernels.linear import prefill_products
@@ -125,10 +125,9 @@ def check_distribution(
             logits = target.logits(target.hidden(texts[:, :-1])[:, len(prompt) :])  # after the prefill's token
             for place in range(logits.shape[1]):  # fewer than two if the context ends
                 at = len(prompt) + 1 + place
-                seen = torch.zeros(len(rows), logits.shape[2], dtype=torch.bool, device=target.device)
-                seen.scatter_(1, texts[:, :at], True)
-                settings = Settings(seeds, target.device)
-                p = sampling_distribution(logits[:, place : place + 1], settings, seen[:, None])[:, 0].double()
+                seen = seen_before(texts[:, :at], len(prompt), logits.shape[2])
+                settings = Settings(seeds, target.device, logits.shape[2])
+                p = sampling_distribution(logits[:, place : place + 1], settings, seen)[:, 0].double()
                 token = texts[:, at, None]
                 p_token = p.gather(1, token)
                 ranks_above = (p > p_token) | ((p == p_token) & (torch.arange(p.shape[1], device=p.device) < token))
@@ -144,6 +143,14 @@ def check_distribution(
         p_value = float(chisquare(counts).pvalue) if values else 1.0
         result.p_value = min(result.p_value, len(transforms) * p_value)
     return result
+
+
+def seen_before(texts: Tensor, prompt: int, vocabulary: int) -> Seen:
+    """What penalties count of whole texts ``[B, T]``, of which the first ``prompt`` tokens are prompts."""
+    found = torch.zeros(2, len(texts), vocabulary, dtype=torch.int32, device=texts.device)
+    found[0].scatter_add_(1, texts, torch.ones_like(texts, dtype=torch.int32))
+    found[1].scatter_add_(1, texts[:, prompt:], torch.ones_like(texts[:, prompt:], dtype=torch.int32))
+    return Seen(found[0, :, None] > 0, found[1, :, None])
 
 
 def _plain_logits(target: Target, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
@@ -249,17 +256,18 @@ def _scores(logits: Tensor, prompt: Sequence[int], tokens: Sequence[int], s: Sam
     ``[n, V]`` before each. ``loose``: how far these may have been moved, by which filters keep more tokens; fewer, if
     negative."""
     count, device = len(tokens), logits.device
-    settings = Settings([s], device)
-    if s.repetition_penalty != 1:
-        seen = torch.zeros(count, logits.shape[1], dtype=torch.bool, device=device)
-        for place in range(count):
-            seen[place, torch.tensor([*prompt, *tokens[:place]], device=device)] = True
-        logits = penalised(logits[None], settings, seen[None])[0]
+    settings = Settings([s], device, logits.shape[1])
+    if s.changes_logits:
+        text, rows = torch.tensor([[*prompt, *tokens]], device=device), []
+        for place, row in enumerate(logits):
+            seen = seen_before(text[:, : len(prompt) + place], len(prompt), logits.shape[1])
+            rows.append(penalised(row[None, None], settings, seen)[0, 0])
+        logits = torch.stack(rows)
     if s.greedy:
         return logits.float()
     share = loose / s.temperature
     top_p, min_p = min(1.0, s.top_p * math.exp(2 * share)), min(s.min_p * math.exp(-2 * share), 0.99)
-    wider = replace(s, top_p=top_p, min_p=min_p, repetition_penalty=1.0)  # the logits are penalised already
+    wider = replace(s.without_changes(), top_p=top_p, min_p=min_p)  # the logits are penalised already
     kept = sampling_distribution(logits[None], Settings([wider], device))[0] > 0
     if loose < 0:  # those that no other token may come before
         kept = logits > torch.where(kept, -torch.inf, logits).amax(-1, keepdim=True) - 2 * loose

@@ -281,23 +281,35 @@ def format_duration(seconds: float) -> str:
     return f"{max(1, round(seconds))} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def with_own_seeds(sampling: Sampling, prompts: Sequence[Sequence[int]]) -> list[Sampling]:
+def with_own_seeds(
+    sampling: Sampling, prompts: Sequence[Sequence[int]], samples: Sequence[int] = (0,)
+) -> list[Sampling]:
     """The sampling parameters of each prompt, with a seed made of the given one and the prompt itself, whatever the
-    other prompts are."""
-    seeds = [(sampling.seed + zlib.crc32(str(list(prompt)).encode())) % (1 << 62) for prompt in prompts]
-    return [replace(sampling, seed=seed) for seed in seeds]
+    other prompts are. ``samples``: what is added to the seed, for the first samples of all prompts, the second, …"""
+    seeds = [
+        sampling.seed + sample + zlib.crc32(str(list(prompt)).encode()) for sample in samples for prompt in prompts
+    ]
+    return [replace(sampling, seed=seed % (1 << 62)) for seed in seeds]
 
 
-def engine_options(mode: Mode, sampling: Sampling, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def engine_options(
+    mode: Mode, sampling: Sampling, prompts: Sequence[Sequence[int]], samples: Sequence[int] = (0,)
+) -> dict[str, Any]:
     """Mode and sampling parameters as arguments of ``SpeculativeDecoder.generate``."""
-    return {} if mode == "greedy" else {"mode": mode, "sampling": with_own_seeds(sampling, prompts)}
+    return {} if mode == "greedy" else {"mode": mode, "sampling": with_own_seeds(sampling, prompts, samples)}
 
 
 def generate_options(mode: Mode, s: Sampling) -> dict[str, Any]:
-    """The same as arguments of ``transformers.generate``."""
+    """The same as arguments of ``transformers.generate``. Raises ValueError: it does not have one of them."""
     if mode not in ("sample", "mss"):
         return {}
+    if s.counts_tokens:
+        raise ValueError(
+            "transformers.generate has no presence and no frequency penalty; compare with --baseline engine or none"
+        )
+    biases = {(token,): bias for token, bias in s.logit_bias.items()}
+    changes = {"repetition_penalty": s.repetition_penalty, **({"sequence_bias": biases} if biases else {})}
     if s.greedy:
-        return {"repetition_penalty": s.repetition_penalty}
+        return changes
     options = {"do_sample": True, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-    return {**options, "min_p": s.min_p or None, "repetition_penalty": s.repetition_penalty}
+    return {**options, "min_p": s.min_p or None, **changes}

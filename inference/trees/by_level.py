@@ -13,7 +13,6 @@ keys, W 64-bit words.
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -274,8 +273,7 @@ class Levels:
         first_equal: list[Tensor] = []
         settings, uniforms = None, None
         if state.settings is not None and self.draws != "none":
-            settings = copy(state.settings)
-            settings.uses_penalty = False  # exact with any q, as long as tokens are drawn from it
+            settings = state.settings.without_changes()  # exact with any q, as long as tokens are drawn from it
             count = sum(level.count * drawn.k for level, drawn in zip(self.passes, self.drawn, strict=True))
             uniforms = philox_uniforms(settings.seed, state.step, count, state.stream)
             valid.append(self.ones > 0)

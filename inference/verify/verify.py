@@ -8,7 +8,7 @@
     typical   Medusa's criterion (arXiv 2401.10774 §2.3.1): lossy, and reported as such
 
 Where Triton runs, multi-step sampling works on the logits themselves, and the target's distribution is never written to
-memory; a repetition penalty still writes the penalised logits. Elsewhere, and in typical mode, p is a tensor
+memory; penalties and biases still write the changed logits. Elsewhere, and in typical mode, p is a tensor
 ``[B, N, V]``.
 
 Shape letters: B batch, b rows that begin, N nodes, K draws of a node, D depth of the deepest node, A = D + 1,
@@ -16,7 +16,7 @@ V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +26,7 @@ from draftsmith.inference.verify.sampling import (
     Noise,
     Rows,
     Sampling,
+    Seen,
     Settings,
     penalised,
     row_numbers,
@@ -75,9 +76,9 @@ def verify_sample(
     Committed tokens have the distribution of plain sampling if each draw comes from its q (algorithms.md §2).
 
     Args:
-        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a repetition
-            penalty is in use. The kernels compute p from them where they need it.
-        settings: the sampling parameters but the penalty.
+        logits: ``[B, N, V]`` of any float dtype, for the token after each node; penalised already if a penalty or
+            bias is in use. The kernels compute p from them where they need it.
+        settings: the sampling parameters but penalties and biases.
         uniforms, bonus_uniform: ``[B, N, K]`` and ``[B]`` float32 in [0, 1), fresh.
         max_depth: of any tree (A − 1).
         draws: the tree's own if left out; one-hot draws, at most K of a node, if it has none.
@@ -123,9 +124,11 @@ class Verifier:
 
     def __init__(self, mode: Mode, rows: int, target: Target, branching: int) -> None:
         self.mode, self.target, self.branching = mode, target, branching
-        self.settings = Settings([Sampling()] * rows, target.device)
+        self.settings = Settings([Sampling()] * rows, target.device, target.vocab_size)
         self.step = torch.zeros(rows, dtype=torch.int64, device=target.device)
-        self.seen: Tensor | None = None  # [B, V] uint8, the tokens of each text, from the first repetition penalty on
+        self.seen: Tensor | None = None  # [B, V] bool, the tokens of each text, from the first repetition penalty on
+        # [B, V] int32, how often each token was generated, from the first presence or frequency penalty on
+        self.counts: Tensor | None = None
 
     def begin(self, rows: Rows, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> None:
         """Start new texts in these rows."""
@@ -133,18 +136,27 @@ class Verifier:
             return
         self.step[rows] = 0
         self.settings.set_rows(rows, samplings)
+        shape, device = (len(self.step), self.target.vocab_size), self.target.device
+        # Texts that began before the first penalty have none, and do not need these.
         if self.settings.uses_penalty:
-            shape, device = (len(self.step), self.target.vocab_size), self.target.device
-            if self.seen is None:  # texts that began before have no penalty and do not need it
-                self.seen = torch.zeros(shape, dtype=torch.uint8, device=device)
-            self.seen[rows] = 0
+            if self.seen is None:
+                self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            self.seen[rows] = False
             for row, prompt in zip(row_numbers(rows), prompts, strict=True):
-                self.seen[row, torch.tensor(list(prompt), device=device)] = 1
+                self.seen[row, torch.tensor(list(prompt), device=device)] = True
+        if self.settings.uses_counts:
+            if self.counts is None:
+                self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.counts[rows] = 0
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
         """Everything in the verifier on which the operations of a step depend."""
         return () if self.mode == "greedy" else self.settings.uses
+
+    def buffers(self) -> list[Tensor]:
+        """Tensors that a step changes and the next one reads."""
+        return [self.step, *(each for each in (self.seen, self.counts) if each is not None)]
 
     def first_tokens(self, logits: Tensor, rows: Rows, lengths: Tensor) -> Tensor:
         """Tokens ``[b]`` after the prompts of ``lengths [b]`` int64, from ``logits [b, V]``; −1 where these are NaN or
@@ -152,8 +164,7 @@ class Verifier:
         if self.mode == "greedy":
             best, token = logits.max(-1)
             return torch.where(best.isfinite(), token, -1)
-        seen = None if self.seen is None else self.seen[rows, None].bool()
-        settings = self.settings[rows]
+        seen, settings = self._seen_in(rows), self.settings[rows]
         if self.mode == "sample":
             finite, _, found = Noise(settings, lengths).best(penalised(logits[:, None], settings, seen), -1)
             token, finite = found[:, 0, 0], finite[:, 0].isfinite()
@@ -166,24 +177,32 @@ class Verifier:
             logits, uniforms = penalised(logits[:, None], settings, seen), uniform[:, None, None][..., :0]
             draws = none, none, none, None, uniforms, uniform
             *_, token, finite = verify_logits(logits, *settings.filters, root, *draws, 0, uses=settings.uses[:3])
-        if self.seen is not None:
-            self.seen[rows] = self.seen[rows].scatter(1, token[:, None], 1)
+        if self.settings.uses_penalty and self.seen is not None:
+            self.seen[rows] = self.seen[rows].scatter(1, token[:, None], True)
+        if self.settings.uses_counts and self.counts is not None:
+            one = torch.ones_like(token[:, None], dtype=torch.int32)
+            self.counts[rows] = self.counts[rows].scatter_add(1, token[:, None], one)
         return torch.where(finite, token, -1)
 
     @property
     def penalises(self) -> bool:
-        """Whether a repetition penalty is in use, which changes logits by the tokens before them."""
-        return self.mode != "greedy" and self.settings.uses_penalty
+        """Whether a penalty is in use, which changes logits by the tokens before them."""
+        return self.mode != "greedy" and (self.settings.uses_penalty or self.settings.uses_counts)
 
-    def _seen_at(self, tree: TokenTree, mask: Tensor | None) -> Tensor | None:
-        """The tokens of the text and of the path to each node, ``[B, N, V]`` bool; None without a penalty."""
-        if self.seen is None or not self.penalises:
+    def _seen_in(self, rows: Rows) -> Seen | None:
+        """The tokens of the texts in some rows; None without a penalty."""
+        if not self.penalises:
             return None
+        used = self.seen if self.settings.uses_penalty else None, self.counts if self.settings.uses_counts else None
+        return Seen(*(None if each is None else each[rows][:, None] for each in used))
+
+    def _seen_at(self, tree: TokenTree, mask: Tensor | None) -> Seen | None:
+        """The tokens of the text and of the path to each node; None without a penalty."""
+        seen = self._seen_in(slice(None))
+        if seen is None or tree.tokens.shape[1] == 1:
+            return seen
         assert mask is not None
-        seen = self.seen[:, None].repeat(1, mask.shape[1], 1)
-        tokens = tree.tokens[:, None].expand(-1, mask.shape[1], -1)
-        seen.scatter_reduce_(2, tokens, mask.expand(len(seen), -1, -1).to(torch.uint8), "amax")
-        return seen.bool()
+        return replace(seen, tokens=tree.tokens[:, 1:], path=mask[..., 1:])  # the root is part of the text
 
     def processed(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
         """Log-probabilities ``[b, P, V]`` float32 of the distributions that plain sampling draws from, after the nodes
@@ -192,16 +211,13 @@ class Verifier:
         Args:
             logits: ``[b, P, V]``, after the root and the nodes of ``tokens [b, P − 1]``, which follow it.
         """
-        settings, seen = self.settings[rows], None
+        settings, seen, places = self.settings[rows], self._seen_in(rows), logits.shape[1]
         if settings.uses_greedy:
             settings.temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)
             settings.uses_greedy = False
-        if self.seen is not None and self.penalises:
-            places = logits.shape[1]
-            seen = self.seen[rows, None].repeat(1, places, 1)
-            before = torch.ones(places, places - 1, dtype=torch.uint8, device=seen.device).tril(-1)
-            path = tokens[:, None].expand(-1, places, -1)
-            seen = seen.scatter_reduce(2, path, before.expand(len(seen), -1, -1), "amax").bool()
+        if seen is not None and places > 1:
+            before = torch.ones(places, places - 1, dtype=torch.bool, device=logits.device).tril(-1)
+            seen = replace(seen, tokens=tokens, path=before.expand(len(logits), -1, -1))
         return sampling_distribution(logits, settings, seen).log()
 
     def coupled(self, tree: TokenTree, mask: Tensor | None, logits: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,8 +246,14 @@ class Verifier:
 
     def mark_seen(self, tokens: Tensor, length: Tensor) -> None:
         """Record a step's tokens ``[B, D + 1]``: D drafted, of which ``length [B]`` are accepted, and the bonus, if
-        a repetition penalty is in use."""
-        if self.seen is not None and self.penalises:
-            place = torch.arange(tokens.shape[1], device=tokens.device)
-            committed = torch.where(place < length[:, None], tokens, tokens[:, -1:])
-            self.seen.scatter_(1, committed, 1)
+        a penalty is in use."""
+        if not self.penalises:
+            return
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        accepted = place < length[:, None]
+        committed = torch.where(accepted, tokens, tokens[:, -1:])
+        if self.settings.uses_penalty and self.seen is not None:
+            self.seen.scatter_(1, committed, True)
+        if self.settings.uses_counts and self.counts is not None:
+            once = accepted | (place == tokens.shape[1] - 1)  # the bonus counts once
+            self.counts.scatter_add_(1, committed, once.int())

@@ -49,7 +49,9 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--threads": NUMBERS, "--dtype": ("float8",), "--quantize": ("2bit",), "--device-map": ("tape",),
         "--tree": ("nowhere.json",), "--report": ("", ".", "README.md", "README.md/x"), "--prompts": ("nowhere.jsonl",),
         "--temperature": ("-1", "nan", "hot"), "--top-p": ("0", "2", "nan"), "--min-p": ("-1", "2", "nan"),
-        "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--epsilon": ("0.1",), "--delta": ("0.1",),
+        "--top-k": ("-1", "x"), "--repetition-penalty": ("0", "-1", "nan"), "--samples": NUMBERS,
+        "--presence-penalty": ("3", "nan"), "--frequency-penalty": ("-3", "x"), "--logit-bias": ("5", "5=nan", "x=1"),
+        "--epsilon": ("0.1",), "--delta": ("0.1",),
         "--target": ("",), "--mode": ("sampel",),
         "--baseline": ("vllm",), "--decoder": ("fat",), "--show": ("-1", "x"), "--max-tokens": ("5",),
         "--answers": ("a.jsonl",),  # of one --prompt

@@ -645,7 +645,7 @@ def paths_of(report):
         if key in ("kinds", "baselines", "sources"):
             place = "" if key == "kinds" else f"{key}.NAME."
             yield from (place + path for each in value.values() for path in paths_of(each))
-        elif isinstance(value, dict) and key != "accepted_length_histogram":
+        elif isinstance(value, dict) and key not in ("accepted_length_histogram", "logit_bias"):
             yield from (f"{key}.{path}" for path in paths_of(value))
         else:
             yield key
@@ -663,7 +663,7 @@ def test_every_field_is_in_the_table(drafter, prompts, report_of):
     prompts.write_text('{"prompt": "import os", "kind": "code"}\n{"prompt": "def f(x):"}\n')
     lines = (
         "+ngram --baseline all --check-lossless",
-        " --mode sample --baseline none",
+        " --mode sample --presence-penalty 1 --frequency-penalty 1 --logit-bias 5=1 --baseline none",
         " --mode typical --baseline none",
     )
     found = {

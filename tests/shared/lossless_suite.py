@@ -25,6 +25,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ from draftsmith.inference.engine.static_budget import WHOLE
 from draftsmith.inference.engine.step import Step
 from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.measure.step_costs import StepClock
-from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.sampling import Sampling, Seen, Settings, sampling_distribution
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.models.target import Target
@@ -62,14 +63,18 @@ STARTS = [[7, 3, 19, 44, 5, 3, 28], [9], [58, 1, 30, 12], [44, 2, 6], [12, 9, 1]
 OWN = [24, 30, 20, 9, 28, 16, 24]  # tokens of its own text that are part of each prompt, to draft from
 LIMITS = [24, 3, 0, 32, 1, 26, 15]
 SMALL, SMALL_PROMPT, NEW = 5, [3, 1, 4, 1, 3, 1, 0, 4, 1], 4
-SAMPLINGS = {"plain": Sampling(), "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3)}
-FILTERS: list[dict[str, float]] = [
+COUNTS = {"presence_penalty": 0.4, "frequency_penalty": 0.3}
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cut": Sampling(temperature=0.8, top_k=4, repetition_penalty=1.3, logit_bias={2: 0.5, 4: -0.4}, **COUNTS),
+}
+FILTERS: list[dict[str, Any]] = [
     {},
     {"top_k": 7},
-    {"top_p": 0.8},
-    {"min_p": 0.05},
+    {"top_p": 0.8, "logit_bias": {7: 3.0, 44: -100}},
+    {"min_p": 0.05, **COUNTS},
     {"repetition_penalty": 0.6},
-    {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+    {"top_k": 30, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {28: 2.0}, **COUNTS},
 ]
 
 
@@ -283,12 +288,12 @@ def _coupled_requests(target: Target) -> list[Request]:
     A prompt holds the text that its last token begins there by the same noise: it is likely to come again. Not where
     repetitions are penalised: all new tokens would be known.
     """
-    each: list[dict[str, float]] = [
+    each: list[dict[str, Any]] = [
         {"temperature": (0.3, 0.7, 1.0, 1.5)[(number + turn) % 4], **kept}
         for turn in range(4)
         for number, kept in enumerate(FILTERS)
     ]
-    each[5:5] = [{"temperature": 0.0, "repetition_penalty": 1.3}]
+    each[5:5] = [{"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {19: 4.0}, **COUNTS}]
     each[10:10] = [{"temperature": 0.0}]
     requests = []
     for number, given in enumerate(each):
@@ -499,11 +504,12 @@ def joint_distribution(
     texts = torch.tensor([[*prompt, *continuation] for continuation in continuations])
     logits = target.logits(target.hidden(texts[:, :-1].to(target.device))).cpu()
     probabilities = torch.ones(len(texts), dtype=torch.float64)
-    settings = Settings([sampling] * len(texts), torch.device("cpu"))
+    settings = Settings([sampling] * len(texts), torch.device("cpu"), SMALL)
     for here in range(len(prompt), texts.shape[1]):
-        seen = torch.zeros(len(texts), 1, SMALL, dtype=torch.bool)
-        seen[:, 0].scatter_(1, texts[:, :here], True)
-        p = sampling_distribution(logits[:, here - 1 : here], settings, seen)[:, 0].double()
+        seen, counts = torch.zeros(2, len(texts), 1, SMALL, dtype=torch.int64)
+        seen[:, 0].scatter_(1, texts[:, :here], 1)
+        counts[:, 0].scatter_add_(1, texts[:, len(prompt) : here], torch.ones_like(texts[:, len(prompt) : here]))
+        p = sampling_distribution(logits[:, here - 1 : here], settings, Seen(seen > 0, counts))[:, 0].double()
         probabilities *= p.gather(1, texts[:, here, None])[:, 0]
     return (probabilities / probabilities.sum()).numpy().reshape([SMALL] * new_tokens)
 
@@ -551,7 +557,8 @@ def _steps(target: Target, drafter: Drafter, mode: Mode, warm_up: Sequence[int])
     begins."""
     vocabulary, committed = target.vocab_size, []
     prompts = [[token % vocabulary for token in prompt * 2] for prompt in (STARTS[0], STARTS[5], STARTS[2])]
-    samplings = [Sampling(seed=5), Sampling(seed=6, temperature=0.7), Sampling(seed=7, repetition_penalty=1.2)]
+    third = Sampling(seed=7, repetition_penalty=1.2, frequency_penalty=0.9)
+    samplings = [Sampling(seed=5), Sampling(seed=6, temperature=0.7), third]
     capacity = max(map(len, prompts)) + 14 * (drafter.max_depth + 1) + drafter.num_nodes
     step = Step(target, drafter, mode, 3, capacity, static=True)
     with torch.inference_mode(), engine_attention([target, *drafter.models]):

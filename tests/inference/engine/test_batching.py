@@ -223,7 +223,7 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static, mode):
         {"seed": 6, "min_p": 0.5},
         {"seed": 5, "repetition_penalty": 1.5, "temperature": 2.0},
         {"seed": 7, "top_k": 4},
-        {"seed": 8},
+        {"seed": 8, "frequency_penalty": 2.0, "logit_bias": {3: -100, 44: 5}},
     ]
     each = zip(PROMPTS, LIMITS, given, strict=True)
     requests = [Request(prompt, limit + 4, Sampling(**own), NONE) for prompt, limit, own in each]
@@ -236,23 +236,25 @@ def test_seeds_and_temperatures_in_one_batch(make_target, static, mode):
     assert alone[1].tokens == greedy[0].tokens
     assert len({tuple(result.tokens) for result in alone}) == 7
     assert max(max(result.accepted) for result in alone) > 1, "paths are walked"
-    assert decoder._step is not None and decoder._step.verifier.graph_key == (True,) * 4
+    assert decoder._step is not None and decoder._step.verifier.graph_key == (True,) * 6
     decoder.serve([Request(PROMPTS[0], 3, Sampling(), NONE)] * 3, 3, mode=mode)
-    assert decoder._step.verifier.graph_key == (False,) * 4, "what no request asks for is not done"
+    assert decoder._step.verifier.graph_key == (False,) * 6, "what no request asks for is not done"
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_typical_with_a_penalty(make_target, rows):
     """Every token is the likeliest under the penalised distribution, the first one too, and it counts as seen."""
     target = make_target("llama")
-    sampling = Sampling(repetition_penalty=3.0)
+    sampling = Sampling(repetition_penalty=3.0, frequency_penalty=1.5, logit_bias={9: -100})
     results = SpeculativeDecoder(target).generate(PROMPTS[:rows], 25, mode="typical", sampling=sampling, stop_ids=NONE)
     for prompt, result in zip(PROMPTS, results, strict=False):
         text = list(prompt)
         for token in result.tokens:
             logits = target.model(torch.tensor([text], device=target.device)).logits[0, -1].cpu()
             seen = torch.zeros(61, dtype=torch.bool).scatter(0, torch.tensor(text), True)
+            logits[9] -= 100
             logits = torch.where(seen, torch.where(logits > 0, logits / 3, logits * 3), logits)
+            logits -= 1.5 * torch.bincount(torch.tensor(text[len(prompt) :], dtype=torch.int64), minlength=61)
             assert token == int(logits.argmax())
             text.append(token)
 

@@ -189,7 +189,8 @@ MAKE: dict[str, Callable[[Target], Drafter]] = {
         {**ssms(t), "eagle": eagle(t, DynamicShape(2, 2, 4)), "ngram": NgramDrafter(t, depth=2)}, t, 14
     ),
 }
-PENALISED = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4)
+PENALISED = Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=4,
+                     presence_penalty=0.3, frequency_penalty=0.2, logit_bias={5: 2.0})  # fmt: skip
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Invalid arguments are rejected in one line, before anything runs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -54,6 +56,15 @@ WRONG = [
     ({"max_new_tokens": -1}, "prompt 2: max_new_tokens -1: must be at least 0"),
     ({"sampling": {"seed": 1}}, "prompt 2: sampling is of type dict; give a Sampling"),
     ({"sampling": None}, "prompt 2: sampling is of type NoneType; give a Sampling"),
+    (
+        {"sampling": Sampling(logit_bias={61: 1})},
+        "prompt 2: logit_bias: token 61 is not in the target's vocabulary (0 to 60)",
+    ),
+    (
+        {"sampling": Sampling(presence_penalty=1)},
+        "prompt 2: mode greedy has no logit_bias, presence and frequency penalty; take mode sample with temperature 0, "
+        "which is greedy, too",
+    ),
     ({"stop_ids": 5}, "prompt 2: stop_ids 5: must be a set of token ids, or None"),
     ({"stop_ids": "5"}, "prompt 2: stop_ids '5': must be a set of token ids, or None"),
     ({"stop_ids": {61}}, "prompt 2: stop id 61 is not in the target's vocabulary (0 to 60)"),
@@ -131,6 +142,9 @@ def test_generate(decoder, options, message):
         ("top_p", [float("nan"), float("inf"), 0, 0.0, 1.1, True, "1", None]),
         ("min_p", [float("nan"), -1e-300, 1, 1.0, False, None]),
         ("repetition_penalty", [float("nan"), float("inf"), 0, 1e-300, 1e-40, 1e40, 0.009, 101, True, None]),
+        ("presence_penalty", [float("nan"), 2.1, -2.1, True, "1", None]),
+        ("frequency_penalty", [float("nan"), 2.1, -2.1, True, "1", None]),
+        ("logit_bias", [{"5": 1}, {5: "1"}, {True: 1}, {5: True}, {5: 100.1}, {5: float("nan")}, {5.0: 1}, 5, None]),
         ("epsilon", [float("nan"), float("inf"), 0, True, None]),
         ("delta", [float("nan"), float("inf"), 0, 1.1, True, "1"]),
         ("seed", [1 << 62, 1.0, True, None, -1]),
@@ -140,7 +154,10 @@ def test_sampling_parameters(field, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{field} .*: must be [^\n]*$"):
             Sampling(**{field: value})
-    Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=(1 << 62) - 1)
+    given = {np.int64(5): np.float32(2)}
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), seed=(1 << 62) - 1, logit_bias=given)
+    given.clear()
+    assert sampling.logit_bias == {5: 2.0} and len({sampling, replace(sampling, logit_bias={})}) == 2
 
 
 @pytest.mark.parametrize("mode", ["sample", "mss", "typical"])

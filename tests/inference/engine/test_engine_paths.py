@@ -1,6 +1,7 @@
-"""State between steps: the K/V of accepted paths that branch, and the tokens that a repetition penalty counts."""
+"""State between steps: the K/V of accepted paths that branch, and the tokens that penalties count."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,14 +75,20 @@ def test_a_path_that_leaves_the_first_nodes(make_target, greedy_texts, topology,
 
 
 @torch.no_grad()
-def penalised_greedy(target, prompt, penalty, count):
+def penalised_greedy(target, prompt, sampling, count):
     """Plain decoding by the model alone, a forward pass of the whole text for each token."""
     text = list(prompt)
     for _ in range(count):
         logits = target.model(torch.tensor([text], device=target.device), use_cache=False).logits[0, -1]
         seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[text] = True
+        for token, bias in sampling.logit_bias.items():
+            logits[token] += bias
+        penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        for token in text[len(prompt) :]:
+            logits[token] -= sampling.frequency_penalty
+        logits[[*{*text[len(prompt) :]}]] -= sampling.presence_penalty
         best = logits.topk(2)
         if best.values[0] - best.values[1] <= 1e-4:
             near_tie("penalty")
@@ -92,17 +99,26 @@ def penalised_greedy(target, prompt, penalty, count):
 @pytest.mark.parametrize("drafts", ["all right", "some right", "none"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("penalty", "mode"), [(1.3, "sample"), (1.3, "mss"), (2.5, "sample")])
-def test_repetition_penalty_with_a_drafter(make_target, penalty, mode, rows, static, drafts):
-    """Every token counts as seen: of the prompt, the prefill, the path, and the bonus token."""
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({"repetition_penalty": 1.3}, "sample"),
+        ({"repetition_penalty": 2.5}, "sample"),
+        ({"presence_penalty": 1.2, "frequency_penalty": 0.3}, "sample"),
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.6, "logit_bias": {44: -100, 3: 2.5}}, "mss"),
+    ],
+)
+def test_penalties_with_a_drafter(make_target, changes, mode, rows, static, drafts):
+    """Every token counts: of the prefill, the path, and the bonus token; for the repetition penalty the prompt's."""
     target = make_target("llama")
     prompts, wanted = PROMPTS[:rows], 60
-    truth = [penalised_greedy(target, prompt, penalty, wanted + 4) for prompt in prompts]
+    sampling = Sampling(temperature=0, **changes)
+    truth = [penalised_greedy(target, prompt, sampling, wanted + 4) for prompt in prompts]
     drafter = None
     if drafts != "none":
         leaves = [(1, 0), (0, 0)] if drafts == "all right" else [(0,), (1,), (1, 0), (0, 0)]
         drafter = BranchDrafter(target, prompts, truth, EARLY, leaves)
-    sampling = [Sampling(temperature=0, repetition_penalty=penalty, seed=row) for row in range(rows)]
+    sampling = [replace(sampling, seed=row) for row in range(rows)]
     decoder = SpeculativeDecoder(target, drafter, static=static)
     results = decoder.generate(prompts, wanted, mode=mode, sampling=sampling, stop_ids=NONE)
     assert [r.tokens for r in results] == [row[:wanted] for row in truth]

@@ -10,9 +10,9 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure.lossless import check_distribution
 from draftsmith.inference.verify import verify as modes
-from draftsmith.inference.verify.sampling import Rows, Sampling, Settings
+from draftsmith.inference.verify.sampling import Rows, Sampling
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.inference.verify.verify import Verdict
+from draftsmith.inference.verify.verify import Verdict, Verifier
 
 PROMPT, ALPHA = [3, 1, 4, 1], 1e-6
 SAMPLINGS = {
@@ -20,6 +20,7 @@ SAMPLINGS = {
     "cut": Sampling(temperature=0.7, top_k=4, top_p=0.9),
     "penalty": Sampling(temperature=1.2, repetition_penalty=1.8),
     "min_p": Sampling(min_p=0.2, repetition_penalty=1.3, top_k=5000),
+    "counts": Sampling(presence_penalty=0.8, frequency_penalty=0.9, logit_bias={1: 1.5, 3: -1}),
 }
 
 
@@ -95,19 +96,28 @@ def test_check_distribution(decoder, monkeypatch):
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"temperature": 0.3}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 50.0}],
+    [
+        {"temperature": 0.3},
+        {"top_k": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"repetition_penalty": 50.0},
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": -2.0},
+        {"logit_bias": {2: 2.0}},
+    ],
     ids=lambda parameters: next(iter(parameters)),
 )
 def test_check_distribution_uses_the_given_parameters(decoder, monkeypatch, parameters):
     """An engine that ignores a parameter fails with that parameter, and only with it."""
     prompts, done = [[2], [0]], []
     assert check_distribution(decoder, prompts, Sampling(**parameters), 256, done.append).passed and done == [1, 2]
-    set_rows = Settings.set_rows
+    begin = Verifier.begin
 
-    def ignoring(self: Settings, rows: Rows, samplings: list[Sampling]) -> None:
-        set_rows(self, rows, [Sampling(seed=sampling.seed) for sampling in samplings])
+    def ignoring(self: Verifier, rows: Rows, prompts: list[list[int]], samplings: list[Sampling]) -> None:
+        begin(self, rows, prompts, [Sampling(seed=sampling.seed) for sampling in samplings])
 
-    monkeypatch.setattr(Settings, "set_rows", ignoring)
+    monkeypatch.setattr(Verifier, "begin", ignoring)
     wrong = anew(decoder)
     assert not check_distribution(wrong, prompts, Sampling(**parameters), 256).passed
     assert check_distribution(wrong, prompts, Sampling(), 256).passed

@@ -166,8 +166,7 @@ def test_noise_that_is_not_the_texts_own(make_target, monkeypatch, wrong):
         return best(self, logits, depth, *args)
 
     if wrong == "penalty without the path":
-        seen = lambda verifier, *_: None if verifier.seen is None else verifier.seen[:, None].bool()  # noqa: E731
-        monkeypatch.setattr(Verifier, "_seen_at", seen)
+        monkeypatch.setattr(Verifier, "_seen_at", lambda verifier, *_: verifier._seen_in(slice(None)))
     monkeypatch.setattr(Noise, "best", wrong_best)
     with pytest.raises(AssertionError, match=r"text \d+ of Sampling.* instead of|mismatches"):
         check_coupled(make_target, lambda target: DraftModelDrafter(target, target, [2, 1, 1]))

@@ -23,7 +23,8 @@ PROMPTS = [[5, 7, 11], [3, 1, 4, 1, 5, 9]]
 LENGTH = 12
 TIE = 4  # position in the first output where two tokens are made to tie
 SEEDED = [Sampling(temperature=0.8, seed=3), Sampling(temperature=1.4, top_k=20, seed=4)]
-FILTERS = ({"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.7, "repetition_penalty": 1.5})
+CHANGES = {"presence_penalty": 0.5, "frequency_penalty": 0.7, "logit_bias": {3: 2.0}}
+FILTERS = ({"top_k": 6}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.7, "repetition_penalty": 1.5}, CHANGES)
 FILTERED = [Sampling(**{"temperature": 1.3, "seed": 5} | kept) for kept in FILTERS]
 
 

@@ -108,7 +108,7 @@ def continuations(sampling, seeds, lengths, count=4, children=False, ids=None):
     verifier = Verifier("sample", 1, SimpleNamespace(device=CPU, vocab_size=wide.shape[1]), VOCAB)
     verifier.settings = settings_of(sampling, seeds)
     if verifier.penalises:
-        verifier.seen = torch.zeros(rows, wide.shape[1], dtype=torch.uint8)
+        verifier.seen = torch.zeros(rows, wide.shape[1], dtype=torch.bool)
         verifier.seen[:, ids[PREFIX]] = 1
     tree = StaticTree([-1] + [0] * VOCAB * children, CPU)
     first = verifier.first_tokens(wide[torch.full((rows,), PREFIX[-1])], slice(0, rows), lengths)

@@ -18,13 +18,14 @@ from scipy import stats
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from draftsmith.inference.verify import verify
-from draftsmith.inference.verify.sampling import Sampling, Settings, sampling_distribution
+from draftsmith.inference.verify.sampling import Sampling, Seen, Settings, penalised, sampling_distribution
 from draftsmith.inference.verify.tree import Draws, StaticTree, Topology
 from draftsmith.inference.verify.verify import Verdict, verify_typical
 from draftsmith.kernels.distribution import philox_uniforms
@@ -68,17 +69,40 @@ def verify_sample(tree, p, uniforms, bonus_uniform, max_depth):
         Sampling(repetition_penalty=1.4, temperature=0.9, top_k=20, top_p=0.95, min_p=0.05),
         Sampling(repetition_penalty=0.7),
         Sampling(top_k=500, top_p=1e-9),
+        Sampling(presence_penalty=1.5),
+        Sampling(frequency_penalty=-0.7, temperature=1.3),
+        Sampling(logit_bias={3: 7.5, 59: -100, 0: 2}, top_k=20),
+        Sampling(
+            logit_bias=dict.fromkeys(range(0, 60, 7), 3.5),
+            **{"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.9, "min_p": 0.01},
+        ),
     ],
 )
 def test_the_distribution_is_that_of_transformers(sampling):
+    """And of OpenAI's penalties, which it does not have, as they are defined."""
     torch.manual_seed(0)
     logits = torch.randn(1, 7, 60) * 3
     texts = torch.randint(60, (7, 9))
-    seen = torch.zeros(1, 7, 60, dtype=torch.bool)
+    texts[:, 7:] = texts[:, 5:6]  # a token that was generated three times
+    seen, counts = torch.zeros(1, 7, 60, dtype=torch.bool), torch.zeros(1, 7, 60, dtype=torch.int32)
     seen[0].scatter_(1, texts, True)
+    counts[0].scatter_add_(1, texts[:, 3:], torch.ones(7, 6, dtype=torch.int32))  # three tokens are the prompt
     s, theirs = sampling, logits[0].double()
+
+    def counted(texts, scores):
+        for text, row in zip(texts.tolist(), scores, strict=True):
+            for token in {*text[3:]}:
+                row[token] -= s.presence_penalty + s.frequency_penalty * text[3:].count(token)
+        return scores
+
     for warper in (
+        *(
+            [SequenceBiasLogitsProcessor({(key,): value for key, value in s.logit_bias.items()})]
+            if s.logit_bias
+            else []
+        ),
         RepetitionPenaltyLogitsProcessor(s.repetition_penalty),
+        counted,
         TemperatureLogitsWarper(s.temperature),
         *([TopKLogitsWarper(s.top_k)] if s.top_k else []),
         TopPLogitsWarper(s.top_p),
@@ -86,12 +110,47 @@ def test_the_distribution_is_that_of_transformers(sampling):
     ):
         theirs = warper(texts, theirs)
     theirs = theirs.softmax(-1)
-    ours = sampling_distribution(logits, Settings([sampling], CPU), seen)[0]
-    # e^x of logits x that went through 4 roundings, and a sum of 60 terms.
-    largest = float(logits.abs().max()) * max(1.0, s.repetition_penalty, 1 / s.repetition_penalty) / s.temperature
-    rtol = (2 * 4 * largest + 64) * torch.finfo(torch.float32).eps / 2
+    ours = sampling_distribution(logits, Settings([sampling], CPU, 60), Seen(seen, counts))[0]
+    # e^x of logits x that went through 4 roundings, 8 with biases and counts, and a sum of 60 terms.
+    largest = float(logits.abs().max() + 108) if s.logit_bias or s.counts_tokens else float(logits.abs().max())
+    largest *= max(1.0, s.repetition_penalty, 1 / s.repetition_penalty) / s.temperature
+    rtol = (2 * 8 * largest + 64) * torch.finfo(torch.float32).eps / 2
     torch.testing.assert_close(ours.double(), theirs, atol=1e-12, rtol=rtol)
     assert ((ours == 0) == (theirs == 0)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_along_a_path(dtype):
+    """At each node of a tree as by the whole counts there, bit for bit; tokens may be drafted twice on a path, and be
+    part of the text. In rows without penalties logits stay as they are, and where none is in use the tensor does."""
+    torch.manual_seed(3)
+    parents = [-1, 0, 0, 1, 3, 3, 4, 2]
+    tree, vocabulary = StaticTree(parents, CPU), 12
+    logits = (torch.randn(5, len(parents), vocabulary) * 3).to(dtype)
+    nodes = torch.randint(5, (5, len(parents)))
+    seen, counts = torch.randint(2, (5, 1, vocabulary)).bool(), torch.randint(4, (5, 1, vocabulary), dtype=torch.int32)
+    seen |= counts > 0
+    each = [
+        Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={2: 1.5, 7: -3}),
+        Sampling(),
+        Sampling(frequency_penalty=-1.1),
+        Sampling(logit_bias={4: -100}),
+        Sampling(repetition_penalty=0.6),
+    ]
+    settings = Settings(each, CPU, vocabulary)
+    found = penalised(logits, settings, Seen(seen, counts, nodes[:, 1:], tree.mask[..., 1:]))
+    wholes = seen.repeat(1, len(parents), 1), counts.repeat(1, len(parents), 1)
+    for row, node in itertools.product(range(5), range(len(parents))):
+        above = node
+        while above:
+            wholes[0][row, node, nodes[row, above]] = True
+            wholes[1][row, node, nodes[row, above]] += 1
+            above = parents[above]
+    assert torch.equal(found, penalised(logits, settings, Seen(*wholes)))
+    assert torch.equal(found[1], logits[1].float()) and not torch.equal(found[1:].amax(-1), logits[1:].float().amax(-1))
+    alone = penalised(logits[3:4], Settings(each[3:4], CPU, vocabulary), None)
+    assert torch.equal(found[3:4], alone), "a bias needs no counts"
+    assert penalised(logits, Settings(each[1:2] * 5, CPU), None) is logits
 
 
 def test_each_row_its_own_settings():
@@ -112,16 +171,30 @@ def test_each_row_its_own_settings():
 def test_set_rows_equals_fresh_settings(rows):
     each = [
         Sampling(temperature=0.3, top_k=7, top_p=0.4, min_p=0.2, repetition_penalty=1.7, seed=1 << 61, epsilon=0.5),
-        Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40, delta=0.75),
+        Sampling(temperature=1e-300, top_k=10**21, seed=3, epsilon=1e-40, delta=0.75, logit_bias={4: -2.5, 0: 1}),
     ]
-    fresh, refilled = Settings([*each, Sampling()], CPU), Settings([each[1], Sampling(min_p=0.9), each[0]], CPU)
+    each[0] = replace(each[0], presence_penalty=-0.5, frequency_penalty=1.25)
+    fresh = Settings([*each, Sampling()], CPU, 6)
+    refilled = Settings([each[1], Sampling(min_p=0.9, logit_bias={3: 9}), each[0]], CPU, 6)
     refilled.set_rows(rows, [*each, Sampling()])
     for settings in (refilled, refilled[0:3]):
-        for name in ("temperature", "top_k", "top_p", "min_p", "penalty", "seed", "epsilon", "delta"):
+        columns = (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "penalty",
+            "presence",
+            "frequency",
+            "seed",
+            "epsilon",
+            "delta",
+        )
+        for name in (*columns, "bias"):
             assert torch.equal(getattr(settings, name), getattr(fresh, name)), name
     assert fresh.temperature[1] == 0 and fresh.min_p[0] > 0
     assert fresh.delta[0] == pytest.approx(0.5**0.5) and fresh.delta[1] == 0.75 and fresh.epsilon[1] == 1e-40
-    assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2])
+    assert torch.equal(refilled[1:2].top_p, fresh.top_p[1:2]) and refilled[1:2].bias.tolist() == [[1, 0, 0, 0, -2.5, 0]]
 
 
 def test_top_p_met_exactly():

@@ -59,7 +59,7 @@ def test_sampled_texts_are_those_of_plain_pytorch(make_target, on, monkeypatch, 
     target = on(make_target("llama"))
     drafter = drafter_of(target, "own")
     samplings = [Sampling(temperature=0.7, seed=1), Sampling(top_p=0.8, seed=2), Sampling(temperature=0)]
-    samplings.insert(2, Sampling(repetition_penalty=1.3, seed=3))
+    samplings.insert(2, Sampling(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={5: 2.0}, seed=3))
     each = zip(PROMPTS, (5, 3, 3, 3), samplings, strict=True)
     requests = [Request(prompt, limit, sampling, frozenset()) for prompt, limit, sampling in each]
     ours = SpeculativeDecoder(target, drafter, static=True).serve(requests, 2, mode=mode)
