@@ -181,6 +181,8 @@ def read_stages(out: Path) -> list[Figure]:
     for name, row in ways.items():
         figures.append(tau_of(name, row))
         figures.append(Figure(f"perplexity of the trained target over the original's, {name}", row["perplexity_ratio"]))
+        figures.append(Figure(f"KL of the trained target from the original, nats per token, {name}", row["kl"]))
+        figures.append(Figure(f"share of 4-grams that repeat, {name}", row["repeated_4gram_rate"]))
     return figures
 
 
@@ -283,7 +285,7 @@ def read_topk(out: Path) -> list[Figure]:
 
 def read_batches(out: Path) -> list[Figure]:
     """Speed-ups by batch: at the longest context that of the largest batch is claimed to be above that of one row, at
-    the shortest not to be."""
+    the shortest below it."""
     rows = json_object(out / "speed.json", "report")["rows"]
     short, long = (pick(row["context"] for row in rows) for pick in (min, max))
     one, many = (pick(row["batch"] for row in rows) for pick in (min, max))
@@ -291,8 +293,8 @@ def read_batches(out: Path) -> list[Figure]:
     at = {(row["context"], row["batch"]): row for row in rows if row["entries"] == entries}
     what = f"speed-up, {many} rows less {one}, {long} tokens"
     figures = [apart(what, at[long, many], at[long, one], "speedup", 0)]
-    what = f"speed-up, {many} rows less {one}, {short} tokens"
-    figures.append(Figure(what, round(at[short, many]["speedup"] - at[short, one]["speedup"], 4)))
+    what = f"speed-up, {one} rows less {many}, {short} tokens"
+    figures.append(apart(what, at[short, one], at[short, many], "speedup", 0))
     return figures + [
         Figure(f"speed-up, {s} tokens, {b} rows", row["speedup"], row["interval"]) for (s, b), row in at.items()
     ]

@@ -248,6 +248,30 @@ def test_the_results_are_one_page():
     assert len((ROOT / "RESULTS.md").read_text().splitlines()) <= 240
 
 
+def test_the_results_have_the_figures_of_the_log():
+    """Every decimal and every number of thousands in a row that links to a section of the log, or to the one of the row
+    above (`same`), is in that section."""
+    link = re.compile(r"\[[^\]]*\]\(([^)#]*)#?([^)]*)\)")
+    source, checked = "", 0
+    for row in (ROOT / "RESULTS.md").read_text().splitlines():
+        pages = [found for found in link.findall(row) if "/log/" in found[0]]
+        if not row.startswith("|") or not (pages or row.endswith("| same |")):
+            continue
+        if pages:
+            source = "".join(section(*page) for page in pages).replace("*", "")
+        for figure in re.findall(r"(?<![\w.])\d+\.\d+|\d{1,3}(?:,\d{3})+", link.sub("", row)):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", source), f"{figure}: not in the log of {row}"
+            checked += 1
+    assert checked > 250
+
+
+def section(page: str, anchor: str) -> str:
+    """A section of a document, up to the next heading; the whole document without an anchor."""
+    parts = re.split(r"(?m)^(?=#+ )", (ROOT / page).read_text())
+    slugs = [re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lstrip("# ").lower()).replace(" ", "-") for part in parts]
+    return parts[slugs.index(anchor)] if anchor else "".join(parts)
+
+
 def test_the_table_of_folders_is_the_one_that_is_enforced():
     """The README's table of folders and tests/test_layout.py say the same."""
     layout = module_of("tests/test_layout.py")
