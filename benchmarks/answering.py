@@ -10,14 +10,13 @@ Their clock goes by --step-ms at each step, so that a machine gives the same cou
 
 steps           launches of a step of the batch
 passes          forward passes of prompts
-prompt tokens   that these ran, padding included
+prompt tokens   that these ran
 reused          tokens of prompts that the cache held already
 idle            share of the rows of all steps in which no text was decoded
 """
 
-import argparse
 import itertools
-import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +33,8 @@ list_option(PARSER, "--batches", [384, 32], "ROWS", "rows of the engine (%(defau
 PARSER.add_argument("--step-ms", type=float, default=4.0, help="milliseconds of a step, for what waits (%(default)s)")
 PARSER.add_argument("--threads", type=int, default=1)
 PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
-
-
-def check(args: argparse.Namespace) -> None:
-    check_options(args, "conversations", "turns", "batches")
-
-
-ARGS = before_imports(PARSER, check) if __name__ == "__main__" else None
+if __name__ == "__main__":
+    before_imports(PARSER, lambda args: check_options(args, "conversations", "turns", "batches"))
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -49,10 +43,9 @@ from draftsmith.common.data_sections import Source
 from draftsmith.common.files import write_json
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.rows import rows
-from draftsmith.inference.engine import engine
+from draftsmith.inference.engine import queue
 from draftsmith.inference.engine.conversations import serve_conversations
-from draftsmith.inference.engine.runner import Runner
-from draftsmith.inference.engine.step import Step
+from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.models.target import Target
 from draftsmith.models.tokenizer import load_tokenizer
 
@@ -76,52 +69,40 @@ def conversations(data: str, tokenizer: Any, count: int, turns: int) -> list[lis
     return made
 
 
-def tiny_target(longest: int) -> Target:
-    fields = SHAPE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model("llama", vocab_size=VOCABULARY, max_position_embeddings=longest, **fields)
-    torch.manual_seed(0)
-    return Target(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), None, "tiny", "")
-
-
 def count(asked: list[list[Turn]], batch: int, step_ms: float) -> dict[str, float]:
     """Answer the conversations; the counts, by their names in the table."""
     longest = max(sum(len(ids) + answer for ids, answer in each) for each in asked)
-    found = dict.fromkeys(("steps", "passes", "prompt tokens", "reused", "idle"), 0.0)
-    launch, chunk, take = Step.launch, Runner.forward_chunk, engine.Queue.take
+    fields = SHAPE | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = AutoConfig.for_model("llama", vocab_size=VOCABULARY, max_position_embeddings=longest, **fields)
+    torch.manual_seed(0)
+    target = Target(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), None, "tiny", "")
+    # Not the lean decoder, whose bits on a CPU ask for each prompt alone.
+    decoder = SpeculativeDecoder(target, static=True, lean=False)
+    queue.time = SimpleNamespace(perf_counter=lambda: decoder.counts.steps * step_ms / 1e3)
 
-    def launched(*given: Any) -> Any:
-        found["steps"] += 1
-        return launch(*given)
-
-    def prefilled(runner: Any, tokens: Any, *given: Any) -> Any:
-        found["passes"] += 1
-        found["prompt tokens"] += tokens.numel()
-        return chunk(runner, tokens, *given)
-
-    def taken(queue: Any, committed: Any, texts: Any, nodes: int) -> None:
-        found["idle"] += sum(text is None or bool(text.result.finish_reason) for text in texts)
-        take(queue, committed, texts, nodes)
-
-    def next_request(own: SimpleNamespace) -> engine.Request:
+    def next_request(own: SimpleNamespace) -> Request:
         ids, answer = own.turns.pop(0)
         own.text += ids
-        return engine.Request(list(own.text), answer, stop_ids=frozenset())
+        return Request(list(own.text), answer, stop_ids=frozenset())
 
-    def on_answer(own: SimpleNamespace, result: engine.Generation) -> bool:
+    def on_answer(own: SimpleNamespace, result: Generation) -> bool:
         own.text += result.tokens
         return bool(own.turns)
 
     texts = iter([SimpleNamespace(turns=list(turns), text=[]) for turns in asked])
-    Step.launch, Runner.forward_chunk, engine.Queue.take = launched, prefilled, taken
-    sys.modules[engine.Queue.__module__].time = SimpleNamespace(perf_counter=lambda: found["steps"] * step_ms / 1e3)
-    decoder = engine.SpeculativeDecoder(tiny_target(longest), static=True, lean=False)
-    serve_conversations(decoder, texts, next_request, on_answer, batch, max_length=longest)
-    Step.launch, Runner.forward_chunk, engine.Queue.take = launch, chunk, take
-    if counts := getattr(decoder, "counts", None):
-        names = ("prefill_passes", "prefilled_tokens", "reused_tokens", "idle_row_steps")
-        found |= dict(zip(list(found)[1:], (getattr(counts, name) for name in names), strict=True))
+    try:
+        serve_conversations(decoder, texts, next_request, on_answer, batch, max_length=longest)
+    finally:
+        queue.time = time
+    counts = decoder.counts
     busy = sum(answer - 1 for each in asked for _, answer in each)  # the first token comes from the prompt's pass
-    return {**found, "idle": found["idle"] / (found["idle"] + busy)}
+    return {
+        "steps": counts.steps,
+        "passes": counts.prefill_passes,
+        "prompt tokens": counts.prefilled_tokens,
+        "reused": counts.reused_tokens,
+        "idle": counts.idle_row_steps / (counts.idle_row_steps + busy),
+    }
 
 
 def main() -> None:

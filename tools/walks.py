@@ -22,9 +22,9 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 38_100,
-    "lines of Python in tests": 45_000,
-    "lines of Python in benchmarks": 11_900,
+    "lines of Python in the product": 38_400,
+    "lines of Python in tests": 45_250,
+    "lines of Python in benchmarks": 12_000,
     "files that inference/engine/engine.py needs": 49,
     "lines of these files": 11_750,
     "lines of the longest function outside kernels": 100,

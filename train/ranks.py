@@ -15,12 +15,12 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
 PAUSE = 0.1  # seconds between two looks at what the others do
-PATIENCE = timedelta(days=30)  # for the store itself; the launcher ends all processes when one fails
+PATIENCE = timedelta(minutes=30)  # until the first process has begun
 
 
 def own_device() -> str | None:
