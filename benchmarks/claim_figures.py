@@ -255,6 +255,19 @@ def dropped(folder: Path) -> list[Figure]:
     return [Figure(f"{what} {depth}", round(each, 4)) for depth, each in enumerate(shares)]
 
 
+def read_sequences(out: Path) -> list[Figure]:
+    rows = json_object(out / "sequences.json", "report")["rows"]
+    figures = [
+        Figure(f"time of the sequences over the tree's, {row['context']} tokens", row["ratio"], row["interval"], 1)
+        for row in rows
+    ]
+    for row in rows:
+        for name in ("tree", "apart"):
+            what = f"memory beyond weights and text, {name}, {row['context']} tokens"
+            figures.append(Figure(what, row[f"{name}_memory"]))
+    return figures
+
+
 def read_selectors(out: Path) -> list[Figure]:
     rows = json_object(out / "acceptance.json", "report")["rows"]
     kinds, sizes = ({row[name]: None for row in rows} for name in ("kind", "entries"))

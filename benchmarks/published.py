@@ -342,8 +342,19 @@ CLAIMS = (
     Claim(
         "specinfer-sequences",
         f"{SPECINFER}, evaluation",
-        "tree-based parallel decoding is up to 1.8 × as fast as decoding the sequences apart †",
-        why_not="not built: a decoder with one row for each path of the tree",
+        "tree-based parallel decoding is up to 1.8 × as fast as decoding the sequences apart, and needs less than 1 % "
+        "more memory than plain decoding †",
+        f"the target's pass alone, over ⟨1,1,5,1,1,1,1,1⟩ as one tree and as five rows, one text, {SMOLLM2}, 128 and "
+        "1,024 cached tokens, two cores; judged: the ratio is above 1",
+        (
+            "python benchmarks/sequences.py --target {target} --contexts {contexts} --repeat {rounds} --out "
+            "{out}/sequences.json",
+        ),
+        {"target": "models/smollm2", "contexts": "128 1024", "rounds": 60},
+        {"target": "models/tiny-lm", "contexts": "32", "rounds": 6},
+        read=read.read_sequences,
+        speed=True,
+        minutes=2,
     ),
     Claim(
         "specinfer-parallel",

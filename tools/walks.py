@@ -24,7 +24,7 @@ LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
     "lines of Python in the product": 38_400,
     "lines of Python in tests": 45_250,
-    "lines of Python in benchmarks": 12_000,
+    "lines of Python in benchmarks": 12_300,
     "files that inference/engine/engine.py needs": 49,
     "lines of these files": 11_750,
     "lines of the longest function outside kernels": 100,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.cluster import kmeans_plusplus
+from sklearn.metrics import silhouette_score
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +28,7 @@ from draftsmith.common.files import write_json
 from draftsmith.inference.measure.report import write_figure
 
 SEEDING_ROWS = 16_384  # k-means++ sees at most so many
+SILHOUETTE_ROWS = 4096  # a report's silhouette is that of at most so many
 TINY = 1e-30  # rows of a smaller norm count as zeros
 EXAMPLES, EXAMPLE_TOKENS = 12, 10  # clusters in a report, and tokens of each
 
@@ -200,6 +202,7 @@ def report(clusters: Clusters, weight: Tensor, tokenizer: Any, folder: Path) -> 
     """Write ``clusters.json``, also returned, and ``clusters.png``. Without a tokenizer, examples are ids alone.
 
     Cohesion: the mean cosine similarity of a cluster's rows with its centroid. ``objective_of_one_cluster``: of M = 1.
+    ``silhouette``: by cosine distance, the mean over a sample of rows; None if these are of one cluster, or one each.
     Examples: the tokens nearest to the centroid, of clusters from the most to the least cohesive, and of the largest.
     """
     clusters = clusters.to(weight.device)
@@ -224,6 +227,7 @@ def report(clusters: Clusters, weight: Tensor, tokenizer: Any, folder: Path) -> 
         "num_clusters": len(cohesion),
         "objective": [round(value, 6) for value in clusters.objective],
         "objective_of_one_cluster": round(float(total.norm()) / len(weight), 6),
+        "silhouette": _silhouette(rows, clusters),
         **{k: {"min": min(v), "median": statistics.median(v), "max": max(v)} for k, v in values.items()},
         "clusters": values,
         "examples": examples,
@@ -231,6 +235,15 @@ def report(clusters: Clusters, weight: Tensor, tokenizer: Any, folder: Path) -> 
     write_json(folder / "clusters.json", content)
     _plot(content, folder / "clusters.png")
     return content
+
+
+def _silhouette(rows: _Rows, clusters: Clusters) -> float | None:
+    ids = rows.ids[~rows.zeros]
+    sample = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[:SILHOUETTE_ROWS].to(ids.device)]
+    labels = clusters.assignment[sample].cpu().numpy()
+    if not 1 < len(np.unique(labels)) < len(labels):
+        return None
+    return round(float(silhouette_score(rows.unit(sample).cpu().numpy(), labels, metric="cosine")), 4)
 
 
 def _plot(content: dict[str, Any], path: Path) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
                          "1 --entries 36 40 --new-tokens 8 --drafters ngram", "rows", 2 * (2 * 2 * 2 + 1), ()),
     "compressed selection": ("selection TARGET --device cpu --contexts 64 --batch-sizes 1 3 --entries 36 40 "
                              "--new-tokens 8", "rows", 2 * 2 * 2, ()),
+    "clusters": ("--target TARGET --clusters 8 --sample 40 --device cpu", "methods", 4, ()),
     "data_wait": ("--shape tiny-lm --tokens 32 --steps 3 --milliseconds 1 --workers 0 1 --device cpu", "results", 4,
                   ()),
     "kernel_times": ("shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60", "rows", 2 * 5, ()),
@@ -36,6 +37,8 @@ COMMANDS = {
     "roofline": ("--depth 3 --nodes 15", "shapes", 3, ("out.png", "out-itself.png")),
     "serving": ("HEADS ngram --prompts PROMPTS --device cpu --batches 1 3 --loads 0.5 --requests 5 --rounds 1 "
                 "--seconds 9 --max-new-tokens 8", "batches", 2, ("out.png",)),
+    "sequences": ("--target TARGET --device cpu --expansion 1 2 2 --contexts 9 20 --batches 2 --repeat 5", "rows", 2,
+                  ()),
     "step_times": ("--target TARGET --device cpu --contexts 9 --nodes 3 6 --heads 3 --repeat 3", "rows", 3,
                    ("out.png",)),
     "train_step": ("--shape tiny-lm --sequences 1 --tokens 24 --heads 2 --repeat 1 --projection shared --device cpu",
@@ -112,6 +115,14 @@ def check_budget(report):
         assert all(speed["speedup"] > 0 for speed in row["speeds"].values())
 
 
+def check_clusters(report):
+    balanced = report["methods"]["draftsmith, balanced"]["seeds"]
+    assert all(row["largest_over_mean"] <= 2 for row in balanced)
+    for method in report["methods"].values():
+        assert -1 <= method["adjusted_rand_index"] <= 1
+        assert all(0 < row["mean_cosine"] <= 1 and -1 <= row["silhouette"] <= 1 for row in method["seeds"])
+
+
 def check_coupled(report):
     for row, methods in zip(report["rows"], (1, 4), strict=True):
         assert len(row["methods"]) == methods and row["nodes"] == 5, "at T = 0 they are one"
@@ -167,6 +178,16 @@ def check_unroll(report):
         assert max(row["errors"].values()) < 0.05
 
 
+def check_sequences(report):
+    for row in report["rows"]:
+        low, high = row["interval"]
+        assert (row["nodes"], row["rows_apart"], row["tokens_apart"]) == (8, 2 * 4, 4 * 4) and low <= row[
+            "ratio"
+        ] <= high
+        copies = 3 * row["context"] + 4 * 3  # of the prefix, and the nodes of each row, in slots beside the tree's
+        assert row["apart_memory"] / row["tree_memory"] == pytest.approx(copies / 7)
+
+
 def check_medusa_step(report):
     theirs, ours = report["results"].values()
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=2e-2) and ours["step"] > ours["heads"] > 0
@@ -177,8 +198,10 @@ CHECKS = {
     "budget": check_budget,
     "compressed acceptance": check_acceptance,
     "compressed speed": check_speed,
+    "clusters": check_clusters,
     "coupled": check_coupled,
     "medusa_step": check_medusa_step,
+    "sequences": check_sequences,
     "step_times": check_step,
     "train_step": check_train_step,
     "unroll": check_unroll,
@@ -195,7 +218,7 @@ REFUSED = [
     ("claims", "--list --small", "--small, --show and --seed need the NAME of a claim"),
     ("claims", "eagle-dynamic-tre", "no claim 'eagle-dynamic-tre'; did you mean eagle-dynamic-tree?"),
     ("claims", "magicdec-speed", "magicdec-speed: awaits a GPU; --show prints its commands"),
-    ("claims", "specinfer-sequences", "specinfer-sequences: there is no decoder of separate sequences"),
+    ("claims", "specinfer-parallel", "specinfer-parallel: there is no tensor parallelism here"),
     ("compressed", "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 "
      "--drafts 40", "drafts of 40 tokens, 40 deep, have no room here"),
     ("kernel_times", "few_rows --rows 1 65", "have to be from 1 to 64"),

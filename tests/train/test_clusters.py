@@ -351,6 +351,26 @@ def test_errors(weight, arguments, message):
         spherical_kmeans(weight, **{"num_clusters": 2, **arguments})
 
 
+def silhouette(rows, owner):
+    """By definition, of unit rows and cosine distance: the mean of (b − a) / max(a, b), where a is the mean distance to
+    the others of a row's cluster and b that to the nearest other cluster; 0 for a row alone."""
+    distances, values = 1 - rows @ rows.T, []
+    for row, own in enumerate(owner):
+        means = {c: distances[row, owner == c].sum() / max(1, (owner == c).sum() - (c == own)) for c in set(owner)}
+        a, b = means.pop(own), min(means.values())
+        values.append((b - a) / max(a, b) if (owner == own).sum() > 1 else 0)
+    return np.mean(values)
+
+
+def test_silhouette(tmp_path):
+    """By its definition; without the rows of zeros."""
+    weight = make_weight(3)
+    found = spherical_kmeans(weight, 7)
+    kept = weight.norm(dim=1).numpy() > 0
+    expected = silhouette(unit_rows(weight)[kept], found.assignment.numpy()[kept])
+    assert report(found, weight, None, tmp_path)["silhouette"] == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("num_clusters, balanced", [(40, None), (9, 1.0), (1, None)])
 def test_report(tmp_path, device, num_clusters, balanced):
     tokenizer = load_tokenizer(str(Path(__file__).parents[2] / "models/tiny-lm"))
@@ -369,6 +389,7 @@ def test_report(tmp_path, device, num_clusters, balanced):
     assert content["objective"] == pytest.approx(found.objective, abs=1e-6)
     single = spherical_kmeans(weight, 1).objective[-1]
     assert content["objective_of_one_cluster"] == pytest.approx(single, abs=1e-6)
+    assert (content["silhouette"] is None) == (num_clusters == 1)
     shown = [example["cluster"] for example in content["examples"]]
     assert {np.argmax(cohesion), np.argmin(cohesion), np.argmax(sizes)} <= set(shown)
     assert len(shown) == len(set(shown)) >= min(num_clusters, 9)
