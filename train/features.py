@@ -32,7 +32,6 @@ from draftsmith.train import sharded
 from draftsmith.train.launch import console
 
 SAME = 0.2  # of a token's features: relative difference by rounding at most, also of bfloat16 on another device
-TOKENS = 32_768  # of a forward pass
 FILES = 4096  # of one source, at most: each process maps them all, and Linux lets it map 65,530 by default
 
 
@@ -48,13 +47,19 @@ class Kept:
         return self.files[row // self.rows][row % self.rows, tokens]
 
 
+def rows_at_once(length: int) -> int:
+    """Rows of ``length`` tokens of a forward pass: 32,768 tokens, but no more than 64 rows, so that each process has a
+    batch."""
+    return min(64, max(1, 32_768 // length))
+
+
 def hidden_states(
     target: Target,
     rows: Rows,
     dtype: torch.dtype,
     accelerator: Accelerator,
     stored: Path | None = None,
-    batch_size: int | None = None,
+    batch_size: int = 16,
     captures: Sequence[int] = (),
 ) -> Tensor | Kept:
     """The hidden states of all rows, on the CPU: ``[S, T, F]``, F = d · (1 + number of captured layers).
@@ -62,8 +67,6 @@ def hidden_states(
     Args:
         stored: a folder to keep them in, None for memory. The processes share the work; what a killed run had made is
             not made again, also by another number of processes, except one batch, to compare.
-        batch_size: rows of a forward pass; if left out, as many as have :data:`TOKENS` tokens, and no more than 64, so
-            that there is a batch for each process.
         captures: layers whose inputs follow the last hidden state.
 
     Raises:
@@ -71,7 +74,6 @@ def hidden_states(
             kept is not what the target makes.
         OSError: a file cannot be written.
     """
-    batch_size = batch_size or min(64, max(1, TOKENS // rows.length))
     shape = (len(rows), rows.length, target.hidden_size * (1 + len(captures)))
     size = batch_size * math.ceil(len(rows) / batch_size / FILES)  # rows of a file
     starts, there = range(0, len(rows), size), list[int]()
