@@ -79,7 +79,9 @@ def _describe_os_error(error: OSError, resumable: bool) -> str:
 
 def _stop(message: str, code: int) -> NoReturn:
     _flush()
-    print(f"error: {message}" if code else message, file=sys.stderr, flush=True)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    which = f"rank {os.environ.get('RANK')} of {processes}: " if processes > 1 else ""
+    print(f"error: {which}{message}" if code else message, file=sys.stderr, flush=True)
     sys.exit(code)
 
 

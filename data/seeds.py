@@ -10,7 +10,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -133,13 +133,15 @@ class RequestFailed(Exception):
 
 class WrittenTurns:
     """Filter for user turns that the model writes: kept are complete ones, not too short, not repetitive, and new.
-    ``known``: first turns of the conversations that are there already."""
+    ``known``: first turns of the conversations that are there already.
+    ``is_first``: whether no other process has written a first turn with these words."""
 
     SHORTEST = 3  # words
     DISTINCT = 0.5  # smallest share of distinct words
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
+    def __init__(self, known: Iterable[str] = (), is_first: Callable[[str], bool] = lambda words: True) -> None:
         self._seen = {self._key(text) for text in known}
+        self._is_first = is_first
 
     @staticmethod
     def _key(text: str) -> str:
@@ -155,7 +157,7 @@ class WrittenTurns:
             return SHORT
         if len(set(words)) < self.DISTINCT * len(words):
             return REPETITIVE
-        if first and key in self._seen:
+        if first and (key in self._seen or not self._is_first(key)):
             return DUPLICATE
         if first:
             self._seen.add(key)

@@ -4,14 +4,16 @@ shard-00000.jsonl, …   {"id", "messages", "finish_reason": [one per answer], "
                        all are known: the ids of its prompt and its own, with the log-probabilities of these where
                        the recipe asks for them]}, LINES of them in each
 failures.jsonl         {"id", "source", "reason", "detail"}: prompts without an answer
+failures-1.jsonl, …    the same of the further processes of a launch, until the next command or the end
 manifest.json          all settings that the answers depend on, and the counts
 """
 
+import itertools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from draftsmith.data.formats import Message, TokenIds
 from draftsmith.data.seeds import WRITTEN
 
 LINES = 1000  # of a shard
-_OWN = re.compile(r"shard-\d{5}\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")
+_OWN = re.compile(r"shard-\d{5}\.jsonl|failures-\d+\.jsonl|(failures\.jsonl|manifest\.json|recipe\.yaml)(\.tmp)?")
 
 
 def remove_own(folder: Path) -> None:
@@ -31,18 +33,19 @@ def remove_own(folder: Path) -> None:
 
 
 def open_shards(
-    folder: Path, decides: Mapping[str, Any], restart: bool, older: Mapping[str, Any] | None = None
+    folder: Path, decides: Mapping[str, Any], restart: bool, older: Mapping[str, Any] | None = None, processes: int = 1
 ) -> "Shards":
     """Open a run's folder with the conversations that are in it already.
     ``decides``: all settings that the answers depend on, by the recipe's fields.
     ``restart``: delete the conversations.
     ``older``: what earlier versions wrote for some of the settings.
+    ``processes``: that write into the folder; this is the first of them.
     Raises ValueError: the folder holds another kind of run, or answers to another recipe."""
     manifest = folder / "manifest.json"
     if not manifest.exists():
         if (folder / "recipe.yaml").exists() or any(folder.glob("shard-*.jsonl")):
             raise ValueError(f"{folder}: holds another run, or a distillation without its manifest; set run.name")
-        return Shards(folder)
+        return Shards(folder, 0, processes)
     try:
         before = json_object(manifest)["decides"]
         if not isinstance(before, dict):
@@ -51,7 +54,7 @@ def open_shards(
         raise ValueError(f"{manifest}: damaged, or not a distillation's; set run.name") from None
     if restart:
         remove_own(folder)
-        return Shards(folder)
+        return Shards(folder, 0, processes)
     changed = [name for name in {**before, **decides} if before.get(name) != decides.get(name)]
     changed = [name for name in changed if name not in (older or {}) or before.get(name) != (older or {})[name]]
     if changed:
@@ -60,13 +63,19 @@ def open_shards(
             f"{folder}: its answers belong to another recipe ({changed[0]}: {' → '.join(values)}); set run.name, or "
             "pass --restart to begin anew and delete them"
         )
-    return Shards(folder)
+    return Shards(folder, 0, processes)
 
 
 class Shards:
     """The conversations of a folder, by the id of their seed.
 
-    Opening it removes an incomplete last line, which a kill left; its prompt counts as not answered.
+    Opening it removes an incomplete last line, which a kill left; its prompt counts as not answered. Nobody may write
+    at that time. Afterwards several processes may, each into shards and failures of its own; each knows the others'
+    conversations as they were when it opened the folder.
+
+    Args:
+        rank: this process's number among them.
+        processes: how many there are.
 
     Attributes:
         answers: id → number of answers of each finished conversation.
@@ -78,20 +87,37 @@ class Shards:
         ValueError: a complete line is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: int = 0, processes: int = 1) -> None:
         self.folder = folder
+        self._failures = folder / (f"failures-{rank}.jsonl" if rank else "failures.jsonl")
         self.answers: dict[str, int] = {}
         self.finish_reasons: Counter[str] = Counter()
         self.failures: dict[str, dict[str, str]] = {}
         self.first_turns: list[str] = []
+        found: dict[int, int] = {}  # number of a shard → its lines
         for path in sorted(folder.glob("shard-" + "[0-9]" * 5 + ".jsonl")):
-            for line in _whole_lines(path):
+            lines = _whole_lines(path)
+            found[int(path.stem[-5:])] = len(lines)
+            for line in lines:
                 self._count(line["id"], line["finish_reason"])
                 if line.get("source") == WRITTEN:
                     self.first_turns.append(line["messages"][0]["content"])
-        for line in _whole_lines(folder / "failures.jsonl"):
-            if line["id"] not in self.answers:
-                self.failures[line["id"]] = line
+        for path in (folder / "failures.jsonl", *self._others_failures()):
+            for line in _whole_lines(path):
+                if line["id"] not in self.answers:
+                    self.failures[line["id"]] = line
+        self._room = self._places(found, rank, processes)
+
+    def _others_failures(self) -> list[Path]:
+        return sorted(self.folder.glob("failures-*.jsonl"))
+
+    def _places(self, found: Mapping[int, int], rank: int, processes: int) -> Iterator[Path]:
+        """The shard of each further line. Of the shards that are not full, and of the new ones, each process has every
+        ``processes``-th."""
+        begun = [number for number, lines in found.items() if lines < LINES][rank::processes]
+        for number in itertools.chain(begun, itertools.count(max(found, default=-1) + 1 + rank, processes)):
+            path = self.folder / f"shard-{number:05}.jsonl"
+            yield from itertools.repeat(path, LINES - found.get(number, 0))
 
     def _count(self, seed: str, finish_reasons: Sequence[str]) -> None:
         self.answers[seed] = len(finish_reasons)
@@ -108,14 +134,14 @@ class Shards:
         """Append a finished conversation; it is on the disk when this returns."""
         line = {"id": seed, "messages": messages, "finish_reason": finish_reasons, "source": source}
         line |= {"token_ids": token_ids} if token_ids and all(token_ids) else {}
-        _append(self.folder / f"shard-{len(self.answers) // LINES:05}.jsonl", line)
+        _append(next(self._room), line)
         self._count(seed, finish_reasons)
         self.failures.pop(seed, None)
 
     def fail(self, seed: str, source: str, reason: str, detail: str) -> None:
-        """Append a failed prompt to failures.jsonl, where the last line of an id counts."""
+        """Append a failed prompt to this process's failures, where the last line of an id counts."""
         self.failures[seed] = {"id": seed, "source": source, "reason": reason, "detail": detail}
-        _append(self.folder / "failures.jsonl", self.failures[seed])
+        _append(self._failures, self.failures[seed])
 
     def counts(self, wanted: Mapping[str, int]) -> dict[str, Any]:
         """Counts of done, failed and unanswered prompts, given ``wanted``: id → number of answers asked for."""
@@ -130,13 +156,16 @@ class Shards:
         }
 
     def tidy(self) -> None:
-        """Rewrite failures.jsonl atomically, with one line for each prompt that still has no answer."""
+        """Rewrite failures.jsonl atomically, with one line for each prompt that still has no answer, of all processes.
+        None of them may write at that time."""
         path = self.folder / "failures.jsonl"
-        if not self.failures:
+        if self.failures:
+            with replacing(path) as temporary:
+                temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
+        else:
             path.unlink(missing_ok=True)
-            return
-        with replacing(path) as temporary:
-            temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
+        for others in self._others_failures():
+            others.unlink()
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

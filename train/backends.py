@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.common.command import available_cores, counted
+from draftsmith.common.command import counted
 from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Answer, Server, in_threads, not_sent_line
 from draftsmith.data.formats import TokenIds
@@ -26,7 +26,8 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.models.options import choose_device
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.launch import console
+from draftsmith.train.launch import console, own_cores
+from draftsmith.train.ranks import own_device
 from draftsmith.train.sections.distill import DistillRecipe
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
@@ -70,7 +71,7 @@ def by_engine(
     """Answers of our own engine, ``engine.batch_size`` conversations at a time; the fact of that name says how many."""
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
-    torch.set_num_threads(e.threads or available_cores())
+    torch.set_num_threads(e.threads or own_cores())
     # Template and drafter are checked before the target's weights are loaded. The template is never the drafter's: a
     # drafter changes no answer.
     tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
@@ -82,7 +83,7 @@ def by_engine(
         revision=t.revision,
         dtype=t.dtype,
         quantize=t.quantize,
-        device=choose_device(None),
+        device=choose_device(own_device()),
         trust_remote_code=t.trust_remote_code,
     )
     if target.adapter:

@@ -5,16 +5,20 @@
 The user's messages of each seed are sent one by one; the answers in the seed are dropped, the target's are kept. The
 target may also write the user's messages itself (``data.written``, ``self_talk``). The run's folder gets
 shard-00000.jsonl, …, which a training recipe names as a source, failures.jsonl and manifest.json. The same command,
-after a kill too, goes on where it stopped and sends the failed prompts again.
+after a kill too, goes on where it stopped and sends the failed prompts again, with another number of processes too:
+
+    accelerate launch --multi_gpu --num_processes 8 train/distill.py RECIPE    # a GPU each; torchrun also works
 
 Exit codes: 0 done, 1 no answers, 2 wrong usage or bad input, or interrupted.
 """
 
+import argparse
+import hashlib
 import json
 import os
-import shlex
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,12 +72,14 @@ from draftsmith.models.precision import DTYPES, describe
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
 from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
-from draftsmith.train.launch import console, dtype_of
+from draftsmith.train.launch import command_line, console, dtype_of
+from draftsmith.train.ranks import Ranks, Share
 from draftsmith.train.sections.distill import DistillRecipe
 from draftsmith.train.tiny import SAMPLES, tiny_target, valid, write_target
 
 OF_THE_PROMPT = (TOO_LONG, TEMPLATE, *REJECTIONS)  # reasons that do not count towards endpoint.give_up
 MANIFEST_EVERY = 30.0  # seconds
+INTERRUPTED = 10.0  # seconds that the first process waits for the others after Ctrl-C
 THINKING = "a larger decoding.max_new_tokens, or data.template_arguments={enable_thinking: false}, lets it answer"
 
 
@@ -186,37 +192,71 @@ def main() -> None:
     args = PARSER.parse_intermixed_args()
     if args.resume and args.restart:
         raise ValueError("--resume and --restart exclude each other; pass one")
-    command = "python train/distill.py " + shlex.join(sys.argv[1:])
     recipe = RECIPE or read_recipe(args.recipe, DistillRecipe, args.overrides)
     recipe = small(recipe) if args.tiny else recipe
+    alone = args.dry_run or recipe.backend == "endpoint"
+    launched, ranks = Ranks(), Ranks(alone)
+    if alone and not launched.main:
+        return
     if args.dry_run:
         return dry(recipe, seeds_of(recipe)[0])
-    folder = recipe.run.folder
-    with folders.held(folder, "distill"):
-        seeds, skipped = seeds_of(recipe)
-        if args.tiny and recipe.target:
-            write_target(recipe.target)
-        t = recipe.target if recipe.backend == "engine" else None
-        model = locate(t.name, t.revision) if t else None
-        recipe = with_dtype(recipe, model, folder, args.restart or args.tiny)
-        if model and (size := unhashed(model.path)):
-            console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
-        decides = decides_of(recipe, model)
-        older = {"target.fingerprint": older_fingerprint(model.path)} if model else {}
-        shards = open_shards(folder, decides, args.restart or args.tiny, older)
-        began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
-        rows_skipped = {reason: count for count, reason, _ in skipped.table()}
-        facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}
-        facts |= {"not_sent": began["not_sent"]} if "not_sent" in began else {}
-        write_json(folder / "manifest.json", facts)  # first of all: it marks the folder as this run's
-        write_recipe(recipe, folder / "recipe.yaml", command)
-        distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint)
+    if launched.count > ranks.count:
+        console.print(f"backend: endpoint: one process asks the servers; the other {launched.count - 1} end")
+    with ranks, folders.held(recipe.run.folder, "distill", ranks.main):
+        if ranks.main:
+            recipe, seeds, shards, facts = begin(recipe, args, ranks.count)
+            ranks.publish("recipe", recipe.model_dump(mode="json"))
+        else:
+            recipe = DistillRecipe.model_validate(ranks.wait_for("recipe"))
+            seeds, shards, facts = seeds_of(recipe)[0], Shards(recipe.run.folder, ranks.rank, ranks.count), {}
+        distill(recipe, seeds, shards, facts, by_engine if recipe.backend == "engine" else by_endpoint, ranks)
 
 
-def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend) -> None:
-    """Get the answers that are missing, and keep the manifest with its ``facts`` up to date.
+def begin(
+    recipe: DistillRecipe, args: argparse.Namespace, processes: int
+) -> tuple[DistillRecipe, list[Seed], Shards, dict[str, Any]]:
+    """Prepare a run's folder for so many processes. Returns the recipe with its target's dtype, the seeds, the
+    conversations so far and the manifest's facts."""
+    folder, command, anew = recipe.run.folder, command_line("distill"), args.restart or args.tiny
+    seeds, skipped = seeds_of(recipe)
+    if args.tiny and recipe.target:
+        write_target(recipe.target)
+    t = recipe.target if recipe.backend == "engine" else None
+    model = locate(t.name, t.revision) if t else None
+    recipe = with_dtype(recipe, model, folder, anew)
+    if model and (size := unhashed(model.path)):
+        console.print(f"hashing the target's weights ({size / 1e9:.1f} GB), once …")
+    decides = decides_of(recipe, model)
+    older = {"target.fingerprint": older_fingerprint(model.path)} if model else {}
+    shards = open_shards(folder, decides, anew, older, processes)
+    shards.tidy()  # failures of several processes that were killed
+    began = json_object(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
+    rows_skipped = {reason: count for count, reason, _ in skipped.table()}
+    facts = {"rows_skipped": rows_skipped, "decides": decides, **provenance(command=command, recipe=args.recipe)}
+    facts |= {"not_sent": began["not_sent"]} if "not_sent" in began else {}
+    write_json(folder / "manifest.json", facts)  # first of all: it marks the folder as this run's
+    write_recipe(recipe, folder / "recipe.yaml", command)
+    return recipe, seeds, shards, facts
+
+
+def summed(began: Any, parts: Sequence[Any]) -> Any:
+    """Counts of all processes, from those at the beginning and what each has now, in dictionaries of the same form."""
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], dict):
+        return sum(parts) - began * (len(parts) - 1)
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: summed(began.get(name, 0), [part.get(name, 0) for part in parts]) for name in names}
+
+
+def distill(
+    recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dict[str, Any], backend: Backend, ranks: Ranks
+) -> None:
+    """Get the answers that are missing, together with the launch's other processes, and keep the manifest with its
+    ``facts`` up to date.
 
     Raises:
+        ValueError: the processes read different seeds.
         ConnectionError: no server listens at the endpoint.
         SystemExit: no answers (code 1).
         KeyboardInterrupt: the user stopped it; the answers so far are kept.
@@ -225,22 +265,46 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
     rejected = {id for id, line in shards.failures.items() if line["reason"] in REJECTIONS}
     todo = [seed for seed in seeds if seed.id not in shards.answers and seed.id not in rejected]
     wanted = {seed.id: seed.turns + recipe.self_talk for seed in seeds}
+    # All have read the folder before one of them writes.
+    if not ranks.agree("todo", hashlib.sha256("\n".join(seed.id for seed in todo).encode()).hexdigest()):
+        raise ValueError("data.seeds: the processes read different prompts; give all of them the same files")
 
-    def write_manifest() -> dict[str, Any]:
-        counts = shards.counts(wanted)
-        content = {"counts": counts, "finish_reasons": dict(shards.finish_reasons), **facts}
-        write_json(shards.folder / "manifest.json", content)
-        return counts
+    def counts_of(shards: Shards) -> dict[str, Any]:
+        return {"counts": shards.counts(wanted), "finish_reasons": dict(shards.finish_reasons)}
 
-    write_manifest()
+    def write_manifest(counts: dict[str, Any]) -> None:
+        write_json(shards.folder / "manifest.json", {**counts, **facts})
+
+    at_first = counts_of(shards)
+    if ranks.main:
+        write_manifest(at_first)
     if todo and recipe.endpoint and recipe.backend == "endpoint":
         for url in recipe.endpoint.urls:
             check_server(url)
-    bar = ProgressBar(f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}", len(todo), console)
-    ended, answered, failed_in_a_row, saved = 0, 0, 0, time.monotonic()
+    together = f" in {ranks.count} processes" if ranks.count > 1 else ""
+    what = f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}{together}"
+    bar, share = ProgressBar(what, len(todo), console, disable=not ranks.main), Share(todo, ranks)
+    answered, failed_in_a_row, saved = 0, 0, time.monotonic()
+
+    def show(ended: int) -> None:
+        nonlocal saved
+        bar(ended)
+        if time.monotonic() - saved > MANIFEST_EVERY:
+            ranks.publish(f"counts/{ranks.rank}", counts_of(shards))
+            if ranks.main:
+                parts = [ranks.find(f"counts/{rank}", at_first) for rank in range(ranks.count)]
+                write_manifest(summed(at_first, parts))
+            saved = time.monotonic()
+
+    def conversation(seed: Seed) -> Conversation:
+        return Conversation(seed, recipe.self_talk, written)
+
+    def all_ended() -> bool:
+        show(ranks.add("ended", 0))
+        return all(ranks.find(f"over/{rank}") for rank in range(ranks.count))
 
     def end(conversation: Conversation) -> None:
-        nonlocal ended, answered, failed_in_a_row, saved
+        nonlocal answered, failed_in_a_row
         seed, why = conversation.seed, conversation.failure
         if why is None:
             answers = (conversation.messages, conversation.finish_reasons)
@@ -249,27 +313,39 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
         else:
             shards.fail(seed.id, seed.source, why.reason, why.detail)
             failed_in_a_row += why.reason not in OF_THE_PROMPT
-        ended += 1
-        bar(ended)
-        if time.monotonic() - saved > MANIFEST_EVERY:
-            write_manifest()
-            saved = time.monotonic()
+        show(share.ended())
         if recipe.endpoint and failed_in_a_row >= recipe.endpoint.give_up:
             raise GivenUpError
 
     stopped: BaseException | None = None
+    written = WrittenTurns(shards.first_turns, ranks.is_first)
     try:
         if todo:
             with bar:
-                written = WrittenTurns(shards.first_turns)
-                backend(recipe, (Conversation(seed, recipe.self_talk, written) for seed in todo), end, facts)
+                backend(recipe, map(conversation, share), end, facts)
+                ranks.publish(f"counts/{ranks.rank}", counts_of(shards))
+                ranks.publish(f"over/{ranks.rank}", True)
+                if ranks.main:
+                    ranks.wait(all_ended)
     except (GivenUpError, KeyboardInterrupt) as error:
         stopped = error
-    if isinstance(stopped, KeyboardInterrupt):
-        shards = Shards(shards.folder)  # it may have come between writing a line and counting it
+        ranks.publish(f"over/{ranks.rank}", True)
+        if ranks.main and not ranks.wait(all_ended, INTERRUPTED):
+            raise KeyboardInterrupt("stopped; the same command goes on") from None
+    if not ranks.main:
+        return sys.exit(2) if stopped else None
+    if isinstance(stopped, KeyboardInterrupt) or ranks.count > 1:
+        # Those of all processes; and Ctrl-C may have come between writing a line and counting it.
+        shards = Shards(shards.folder)
     shards.tidy()
-    counts = write_manifest()
-    summary = f"{counts['done']:,} of {len(seeds):,} prompts are answered in {shards.folder}"
+    found = counts_of(shards)
+    write_manifest(found)
+    report(found["counts"], shards, stopped, stopped is not None or (failed_in_a_row > 0 and not answered))
+
+
+def report(counts: dict[str, Any], shards: Shards, stopped: BaseException | None, unanswered: bool) -> None:
+    """Print how the command ended. Raises SystemExit: ``unanswered``, or no prompt at all has an answer."""
+    summary = f"{counts['done']:,} of {counts['prompts']:,} prompts are answered in {shards.folder}"
     if isinstance(stopped, KeyboardInterrupt):
         raise KeyboardInterrupt(f"stopped: {summary}; the same command goes on")
     if counts["failed"]:
@@ -278,7 +354,7 @@ def distill(recipe: DistillRecipe, seeds: list[Seed], shards: Shards, facts: dic
         summary += f"; failed: {reasons} (see failures.jsonl; {again})"
         if CUT_THINKING in counts["failed"]:
             summary += f"; {CUT_THINKING}: {THINKING}"
-    if stopped or (failed_in_a_row and not answered) or not counts["done"]:
+    if unanswered or not counts["done"]:
         detail = list(shards.failures.values())[-1]["detail"]
         print(f"error: no answers: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
         raise SystemExit(1)

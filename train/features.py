@@ -47,6 +47,12 @@ class Kept:
         return self.files[row // self.rows][row % self.rows, tokens]
 
 
+def rows_at_once(length: int) -> int:
+    """Rows of ``length`` tokens of a forward pass: 32,768 tokens, but no more than 64 rows, so that each process has a
+    batch."""
+    return min(64, max(1, 32_768 // length))
+
+
 def hidden_states(
     target: Target,
     rows: Rows,

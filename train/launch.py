@@ -1,6 +1,8 @@
 """What a training command is launched with: processes, devices, precision."""
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,11 +23,22 @@ console = make_console()
 CPU_SEQUENCES = 4  # that it runs at once on a CPU, at most
 
 
+def command_line(script: str) -> str:
+    """The command that is running, a script in train/, with its launcher."""
+    launcher = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
+    launcher = "torchrun" if launcher == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launcher
+    return f"{launcher} train/{script}.py {shlex.join(sys.argv[1:])}"
+
+
+def own_cores() -> int:
+    """CPU cores for each process that was launched on this machine."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def make_accelerator(wanted: Precision, seconds: float = 1800) -> Accelerator:
     """An ``Accelerator`` that really runs as many processes as were launched, which wait for each other so long."""
     # accelerate's launcher sets OMP_NUM_THREADS=1, which halves the speed of one process on two cores.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(wanted.threads or max(1, available_cores() // local))
+    torch.set_num_threads(wanted.threads or own_cores())
     timeout = timedelta(seconds=seconds)
     cpu = not torch.cuda.is_available()
     if cpu:

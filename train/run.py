@@ -34,7 +34,7 @@ from draftsmith.models.target import Target, load_target
 from draftsmith.models.tokenizer import load_tokenizer, template_sha256
 from draftsmith.models.vocabulary import check_draft_vocab
 from draftsmith.train import checkpoint, folders, sharded
-from draftsmith.train.features import hidden_states
+from draftsmith.train.features import hidden_states, rows_at_once
 from draftsmith.train.launch import console
 from draftsmith.train.page import TrainingPage
 from draftsmith.train.samples import Batch, Batches, WithHidden, held_out_rows, prompts_of, rows_of, seen_in_training
@@ -301,7 +301,8 @@ class Run(Generic[R]):
             assert isinstance(part, Rows)
             kept = self.folder / "features" / str(number) if recipe.cache_hidden == "disk" else None
             with torch.no_grad(), self.autocast():
-                made = hidden_states(target, part, dtype, self.accelerator, kept, captures=captures)
+                at_once = rows_at_once(part.length)
+                made = hidden_states(target, part, dtype, self.accelerator, kept, at_once, captures)
                 cached.append(WithHidden(part, made))
         return cached
 

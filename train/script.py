@@ -2,9 +2,6 @@
 
 import argparse
 import contextlib
-import os
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
@@ -12,7 +9,7 @@ from typing import Generic
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import DrafterRecipe, R
 from draftsmith.train import dry_run, folders, sharded
-from draftsmith.train.launch import console, make_accelerator, with_micro, with_precision
+from draftsmith.train.launch import command_line, console, make_accelerator, with_micro, with_precision
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.machine import Machine
 from draftsmith.train.page import TrainingPage
@@ -38,9 +35,7 @@ class Script(Generic[R]):
 def run_script(script: Script[R], parser: argparse.ArgumentParser, recipe: R | None = None) -> None:
     """The command of a training script. ``recipe``: what ``before_imports`` has read."""
     args = parser.parse_intermixed_args()
-    launched = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"  # what its launcher sets
-    launched = "torchrun" if launched == "python" and "TORCHELASTIC_RUN_ID" in os.environ else launched
-    command = f"{launched} train/{script.name}.py {shlex.join(sys.argv[1:])}"
+    command = command_line(script.name)
     recipe = recipe or read_recipe(args.recipe, script.recipe, args.overrides)
     accelerator = make_accelerator(recipe.precision, recipe.launch.timeout)
     if args.tiny:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.common.data_sections import Source
+from draftsmith.common.field_types import TINY_LENGTH
 from draftsmith.common.recipe import S, Section
 from draftsmith.common.sections import R, TargetSection
 from draftsmith.models.artifact import provenance, write_model
@@ -55,8 +56,10 @@ def _shrunk(value: Any) -> Any:
     content = {name: _shrunk(getattr(value, name)) for name in type(value).model_fields}
     for section in reversed(type(value).__mro__):  # a section has its base class's values, too
         content |= vars(section).get("tiny", {})
-    if isinstance(value, Source) and not (value.answers and value.installed):  # a rendered chat may fill a tiny row
-        content = Source(source=str(SAMPLES), weight=value.weight).model_dump()
+    if isinstance(value, Source) and not (value.answers and value.installed):
+        content |= Source(source=str(SAMPLES), weight=value.weight).model_dump(exclude={"answers"})
+        if value.answers:  # a rendered chat may fill a tiny row
+            content["answers"]["prompt_tokens"] = TINY_LENGTH - content["answers"]["new_tokens"]
     return content
 
 

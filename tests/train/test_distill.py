@@ -1,24 +1,32 @@
 """Self-distillation: the target's own answers, turn by turn, whole after kills, every prompt accounted for."""
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
 from draws import fixed_seed, occurs
-from training_runs import Killed, Runs, write_recipe
+from torch.distributed import TCPStore
+from training_runs import FORKED, Killed, Runs, become, both, free_port, write_recipe
 from transformers import AutoModelForCausalLM
 
+from draftsmith.common.command import run_command
 from draftsmith.common.data_sections import Data, Source
 from draftsmith.data import endpoint, seeds, shards
 from draftsmith.data.chat import encode_prompt, encode_user_turn
@@ -28,11 +36,12 @@ from draftsmith.data.shards import Shards
 from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
+from draftsmith.kernels import cpu
 from draftsmith.models.adapter import add_lora, write_adapter
 from draftsmith.models.artifact import write_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import backends, distill, medusa
+from draftsmith.train import backends, distill, medusa, ranks
 
 ROOT = Path(__file__).parents[2]
 NEW = 12  # tokens of an answer
@@ -456,6 +465,203 @@ def test_a_killed_run_goes_on(run, tmp_path, monkeypatch):
     monkeypatch.setattr(backends, "load_drafter", None)  # nothing to ask: nothing to load
     run("killed")
     assert before == {path.name: path.read_bytes() for path in folder.glob("shard-*")}
+
+
+# ---- several processes
+
+
+def one_of_two(rank, _, store, recipe, name, overrides, deaths):
+    """The command as one of two processes, which begin to decode at the same time. A process whose answer of the number
+    in ``deaths`` is half written dies; what it prints goes to a file."""
+    become(rank, store)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # which the launcher has
+    folder, serve, append, appended = recipe.parent, backends.serve_conversations, shards._append, itertools.count()
+
+    def together(*arguments, **named):
+        (folder / f"{name}-ready-{rank}").touch()
+        while len(list(folder.glob(f"{name}-ready-*"))) < 2:
+            time.sleep(0.01)
+        serve(*arguments, **named)
+
+    def torn(path, line):
+        if next(appended) == deaths[rank]:
+            with path.open("ab") as file:
+                file.write(shards._encoded(line)[:-7])
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(path, line)
+
+    backends.serve_conversations, shards._append, sys.argv = together, torn, ["", str(recipe), f"run.name={name}"]
+    sys.argv += overrides
+    with (folder / f"{name}-{rank}.txt").open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        run_command(distill.main)
+
+
+@pytest.fixture
+def two(recipe):
+    """``two(name, *overrides)``: exit codes of the recipe's command in two processes, and what each printed."""
+
+    def launch(name, *overrides, deaths=(None, None)):
+        cpu.library()  # or both would compile it
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        codes = both(one_of_two, store.port, recipe, name, overrides, deaths)
+        for path in recipe.parent.glob(f"{name}-ready-*"):
+            path.unlink()
+        return codes, [(recipe.parent / f"{name}-{rank}.txt").read_text() for rank in (0, 1)]
+
+    return launch
+
+
+@FORKED
+def test_two_processes_answer_as_one(run, two, tmp_path):
+    """Prompts without an answer too; each has shards of its own, and the first one speaks and writes the manifest."""
+    rows = make_seeds(tmp_path / "seeds.jsonl", 30)
+    long = [{"role": "user", "content": " ".join(WORDS * 8)}]
+    rows += [{"messages": [*long, {"role": "user", "content": str(number)}]} for number in range(6)]
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["engine.max_length=90", "engine.batch_size=3"]
+    whole, folder = run("whole", *options), tmp_path / "two"
+    codes, (said, other) = two("two", *options)
+    assert codes == [0, 0] and other == "" and "36 of 36 prompts to answer, by engine in 2 processes" in said
+    assert "done: 30 of 36 prompts are answered" in said and "too long 6 times" in said
+    assert lines_of(folder) == lines_of(whole) and counts_of(folder) == counts_of(whole)
+    sizes = [len(path.read_text().splitlines()) for path in sorted(folder.glob("shard-*"))]
+    assert len(sizes) == 2 and min(sizes) > 3, "one of them did next to nothing"
+    made, alone = (json.loads((path / "manifest.json").read_text()) for path in (folder, whole))
+    assert made["decides"] == alone["decides"] and made["finish_reasons"] == alone["finish_reasons"]
+    assert not list(folder.glob("failures-*"))
+
+
+@FORKED
+def test_killed_processes_go_on_as_one_and_one_as_two(run, two, tmp_path):
+    whole, folder = lines_of(run("whole")), tmp_path / "killed"
+    assert two("killed", deaths=(2, 5))[0] == [-signal.SIGKILL] * 2
+    run.killed((shards, "_append", 3), "killed")
+    assert len(lines_of(folder)) == 2 + 5 + 3
+    assert two("killed", deaths=(0, 1))[0] == [-signal.SIGKILL] * 2
+    run("killed")
+    assert "9 of 20 prompts to answer" in run.out
+    assert lines_of(folder) == whole and counts_of(folder)["done"] == 20
+    assert two("killed", "--restart")[0] == [0, 0] and lines_of(folder) == whole
+
+
+@FORKED
+def test_two_processes_begin_no_conversation_twice(two, tmp_path, monkeypatch):
+    """A first message that the other process has written is not used."""
+    sampling_of = backends.sampling_of
+
+    def few_seeds(recipe, conversation):
+        own = sampling_of(recipe, conversation)
+        return replace(own, seed=own.seed % 12) if conversation.speaker == "user" else own
+
+    monkeypatch.setattr(backends, "sampling_of", few_seeds)
+    options = ["data.seeds.0.limit=2", "decoding.user_tokens=32", f"data.template={tmp_path}/turns.jinja"]
+    codes, _ = two("begun", "data.written=36", *options)
+    begun = [line for line in map(json.loads, lines_of(tmp_path / "begun").values()) if line["source"] == "target"]
+    first = [seeds.WrittenTurns._key(line["messages"][0]["content"]) for line in begun]
+    assert codes == [0, 0] and first and len(set(first)) == len(first)
+    occurs(counts_of(tmp_path / "begun")["failed"].get(seeds.DUPLICATE, 0) > 0)
+
+
+@FORKED
+def test_a_process_that_fails_ends_the_launch(two, tmp_path, monkeypatch):
+    """By one line, which names it; the answers are kept."""
+    answer = backends.answer_text
+
+    def fails(target, tokens):
+        if os.environ.get("RANK") == "1" and next(answered) == 2:
+            raise FloatingPointError("what is wrong")
+        return answer(target, tokens)
+
+    answered = itertools.count()
+    monkeypatch.setattr(backends, "answer_text", fails)
+    codes, (first, second) = two("two")
+    assert codes == [1, 1] and "error" not in first and second == "error: rank 1 of 2: what is wrong\n"
+    assert len(lines_of(tmp_path / "two")) >= 10, "the other one answered what was left"
+
+
+def test_shards_of_several_processes(tmp_path, monkeypatch):
+    """They fill those that are not full before new ones, and none writes into another's."""
+    monkeypatch.setattr(shards, "LINES", 3)
+
+    def write(processes, *counts):
+        opened = [Shards(tmp_path, rank, processes) for rank in range(processes)]
+        for rank, count in enumerate(counts):
+            for number in range(count):
+                opened[rank].add(f"{processes}.{rank}.{number}", [], ["stop"], "s")
+            opened[rank].fail(f"failed.{rank}", "s", "timeout", f"{processes}")
+        return [len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("shard-*"))]
+
+    assert write(1, 4) == [3, 1]
+    assert write(2, 3, 4) == [3, 3, 1, 3, 1], "the first process: its own, and 2; the other: 3 and 5"
+    assert {path.name for path in tmp_path.glob("failures*")} == {"failures.jsonl", "failures-1.jsonl"}
+    opened = Shards(tmp_path)
+    assert len(opened.answers) == 11 and set(opened.failures) == {"failed.0", "failed.1"}
+    opened.tidy()
+    assert {path.name for path in tmp_path.glob("failures*")} == {"failures.jsonl"}
+    assert set(Shards(tmp_path).failures) == {"failed.0", "failed.1"}
+    shards.remove_own(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_asks_a_server_or_does_a_dry_run(ask, server, tmp_path, monkeypatch):
+    for rank in (1, 0):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        ask("whole", "--dry-run")
+        assert bool(ask.out) == (rank == 0) and not (tmp_path / "whole").exists()
+        ask("whole")
+        assert bool(server.requests) == (rank == 0)
+    assert "one process asks the servers; the other 1 end" in ask.out and counts_of(tmp_path / "whole")["done"] == 20
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    assert ranks.own_device() is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert ranks.own_device() is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ranks.own_device() == "cuda:1"
+
+
+def test_counts_of_all_processes():
+    began = {"counts": {"done": 3, "failed": {"timeout": 1}}, "finish_reasons": {"stop": 3}}
+    one = {"counts": {"done": 5, "failed": {}}, "finish_reasons": {"stop": 4, "length": 1}}
+    two = {"counts": {"done": 4, "failed": {"timeout": 1, "too long": 2}}, "finish_reasons": {"stop": 4}}
+    assert distill.summed(began, [one]) is one
+    assert distill.summed(began, [one, two, began]) == {
+        "counts": {"done": 6, "failed": {"timeout": 0, "too long": 2}},
+        "finish_reasons": {"stop": 5, "length": 1},
+    }
+
+
+@pytest.mark.whole_runs
+@pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
+def test_launched(run, recipe, launcher):
+    """By the launcher, which ends one process where the other is killed."""
+    words = {
+        "accelerate": ["accelerate", "launch", "--quiet", "--multi_gpu", "--num_processes", "2", "--main_process_port"],
+        "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port"],
+    }[launcher]
+    script = [str(free_port()), "train/distill.py", recipe, f"run.name={launcher}"]
+    command = [Path(sys.executable).parent / words[0], *words[1:], *script]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    make_seeds(recipe.parent / "seeds.jsonl", 120)
+    folder, whole = recipe.parent / launcher, lines_of(run("whole"))
+    launch = partial(subprocess.Popen, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = launch(command)
+    while not list(folder.glob("shard-*")):
+        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+        time.sleep(0.01)
+    if launcher == "accelerate":
+        workers = [one for one in psutil.Process(process.pid).children() if "train/distill.py" in one.cmdline()]
+        workers[1].kill()  # the other one waits for it, however much it has answered
+    out = process.communicate()[0].decode()
+    if launcher == "accelerate":
+        assert process.returncode != 0
+        process = launch(command)
+        out = process.communicate()[0].decode()
+    assert process.returncode == 0 and "done: 120 of 120" in out, out[-3000:]
+    assert lines_of(folder) == whole
 
 
 def test_too_long_for_the_target(run, tmp_path):

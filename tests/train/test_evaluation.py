@@ -7,7 +7,6 @@ import torch
 from allocations import peak_of
 from tiny_models import noisy_heads
 from training_runs import Runs, write_recipe
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.inference.measure.tree_statistics import (
     eagle_ranks,
@@ -17,7 +16,6 @@ from draftsmith.inference.measure.tree_statistics import (
     row_batches,
 )
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import eagle, loop, medusa, ssm
 
 
@@ -82,17 +80,6 @@ FAMILIES = {
     "eagle": (eagle, {"version": 3, "unroll": 5}, [{"name": "eagle", **STAGE}]),
     "ssm": (ssm, {"layers": [0]}, [{"name": "ssm-0", **STAGE}]),
 }
-
-
-@pytest.fixture(scope="module")
-def wide(tiny_lm, tmp_path_factory):
-    """A target whose hidden states are wide enough to outweigh what is kept of each token besides."""
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "wide", load_tokenizer(str(tiny_lm))
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=300, max_position_embeddings=256, **shape)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -168,3 +168,7 @@ def test_files_of_many_batches(make_target, rows, accelerator, tmp_path, monkeyp
         assert torch.equal(all_rows(kept), hidden_states(target, rows, torch.float32, accelerator, batch_size=1))
     assert sorted(path.name for path in stored.iterdir()) == ["0.bin", "3.bin", "asked.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_forward_pass_has_so_many_tokens():
+    assert [features.rows_at_once(length) for length in (96, 512, 1000, 2048, 4096, 100_000)] == [64, 64, 32, 16, 8, 1]

@@ -4,14 +4,12 @@ import pytest
 import torch
 from allocations import peak_of
 from training_runs import Runs, write_recipe
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.benchmarks import memory_by_part
 from draftsmith.benchmarks.shapes import config_of
 from draftsmith.common.recipe import read_recipe
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.target import load_target
-from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import eagle, lm, loop, medusa, memory, ssm
 from draftsmith.train.machine import Machine
 from draftsmith.train.memory import Micro, target_pass
@@ -29,17 +27,6 @@ RECIPES = {
     "ssm": (ssm, {"layers": [0, 1]}, []),
     "ssm, the target's distributions": (ssm, {"layers": [0], "loss": "kl"}, []),
 }
-
-
-@pytest.fixture(scope="module")
-def wide(tiny_lm, tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("models") / "wide", load_tokenizer(str(tiny_lm))
-    torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=300, max_position_embeddings=256, **shape)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("name", RECIPES)
