@@ -1,6 +1,7 @@
 """Where no request waits and rows end, plain steps run on fewer rows; texts that move go on as if they had not."""
 
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,19 @@ def test_texts_are_those_of_each_alone(target, run_on, mode, static):
     again = decoder.serve(requests(), 13, mode=mode)
     alone = [SpeculativeDecoder(target, static=static).serve([request], 1, mode=mode)[0] for request in requests()]
     assert together == alone == again
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_penalties_count_moves_with_a_text(target, run_on, static):
+    each = [
+        replace(one, sampling=replace(one.sampling, frequency_penalty=0.8, logit_bias={7: (3.0, -50.0)[number % 2]}))
+        for number, one in enumerate(requests())
+    ]
+    together = SpeculativeDecoder(target, static=static).serve(each, 13, mode="sample")
+    assert min(run_on) == 1
+    plain = SpeculativeDecoder(target, static=static)
+    assert together == [plain.serve([one], 1, mode="sample")[0] for one in each]
+    assert together != SpeculativeDecoder(target, static=static).serve(requests(), 13, mode="sample")
 
 
 def test_a_moved_text_has_the_same_keys_and_values(target):
