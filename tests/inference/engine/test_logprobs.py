@@ -13,6 +13,7 @@ from tiny_models import SPARSE, noisy_heads
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine import logprobs as computing
+from draftsmith.inference.engine import prompts as prompting
 from draftsmith.inference.engine import step as stepping
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.logprobs import StepLogprobs, TokenLogprobs
@@ -84,8 +85,8 @@ def test_they_end_with_the_text(pair, limit):
 def test_in_typical_acceptance_and_in_small_parts(pair, monkeypatch):
     """Prompts in chunks of 5, logits of few rows in memory at a time."""
     target, decoder = pair
-    monkeypatch.setattr(stepping, "PREFILL_CHUNK", 5)
-    sampling = Sampling(1.3, top_p=0.9, repetition_penalty=1.2, epsilon=0.4)
+    monkeypatch.setattr(prompting, "PREFILL_CHUNK", 5)
+    sampling = Sampling(1.3, top_p=0.9, repetition_penalty=1.2, epsilon=0.4, frequency_penalty=0.6, logit_bias={9: 2})
     options = {**ASKED, "logprobs_mode": "processed_logprobs"}
     requests = [Request(PROMPT[:length], 12, sampling, NONE, **options) for length in (13, 4, 11)]
     found = [decoder.serve(requests, rows, mode="typical") for rows in (1, 3)]
