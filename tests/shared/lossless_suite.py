@@ -374,6 +374,7 @@ def check_logprobs(make_target: Callable[..., Target], make: MakeDrafter) -> Non
     for mode, rows in itertools.product(modes, (1, 8)):
         decoder = SpeculativeDecoder(target, make(target), static=rows > 1)
         few = requests if rows > 1 else requests[2:4]
+        few = [replace(each, sampling=Sampling()) for each in few] if mode == "greedy" else few
         results = decoder.serve(few, rows, mode=mode)
         plain = SpeculativeDecoder(target).serve(few, 1, mode=mode) if decoder.bitwise and mode != "mss" else results
         for request, result, own in zip(few, results, plain, strict=True):
@@ -405,7 +406,7 @@ def compare_logprobs(target: Target, request: Request, result: Generation, mode:
         for place, token in enumerate(tokens, first):
             expected = raw[place - 1]
             if found.mode == "processed_logprobs" and mode != "greedy":
-                expected = _processed(logits[place - 1], text[:place], s)
+                expected = _processed(logits[place - 1], text[:place], len(prompt), s)
                 scale = max(scale, float(logits.abs().max()) / (s.temperature or 1))
             at = place if first == 1 else place - first
             ids, top = found.top_ids[at], torch.tensor(found.top_logprobs[at])
@@ -417,9 +418,16 @@ def compare_logprobs(target: Target, request: Request, result: Generation, mode:
     return max(differences) / scale
 
 
-def _processed(logits: Tensor, text: list[int], s: Sampling) -> Tensor:
-    """Log-probabilities ``[V]`` by transformers' logits processors, ``text`` being all tokens before."""
-    changes = [logits_process.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)]
+def _processed(logits: Tensor, text: list[int], prompt: int, s: Sampling) -> Tensor:
+    """Log-probabilities ``[V]`` by transformers' logits processors, ``text`` being all tokens before, the first ones a
+    prompt's."""
+    logits = logits.clone()
+    for token, bias in s.logit_bias.items():
+        logits[token] += bias
+    changes: list[Any] = [logits_process.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)]
+    logits = changes.pop()(torch.tensor([text]), logits[None])[0]
+    for token, count in Counter(text[prompt:]).items():
+        logits[token] -= s.presence_penalty + s.frequency_penalty * count
     changes += [logits_process.TemperatureLogitsWarper(s.temperature)] if s.temperature else []
     changes += [logits_process.TopKLogitsWarper(s.top_k)] if s.top_k else []
     changes += [logits_process.TopPLogitsWarper(s.top_p)] if s.top_p < 1 else []

@@ -141,8 +141,7 @@ def test_prompts_in_any_order(make_target, monkeypatch, name, static):
         assert decoder.counts.reused_tokens > 100
 
 
-def test_a_free_row_that_nothing_waits_for_costs_a_step_nothing(make_target, monkeypatch):
-    monkeypatch.setattr(PlainDrafter, "keeps_rows", True)  # else steps do without it
+def test_a_free_row_that_nothing_waits_for_costs_a_step_nothing(make_target):
     target = phrases(make_target)
     lengths = []
     decoder = SpeculativeDecoder(target)
