@@ -23,7 +23,7 @@ LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
     "lines of Python in the product": 38_700,
-    "lines of Python in tests": 45_300,
+    "lines of Python in tests": 45_400,
     "lines of Python in benchmarks": 12_200,
     "files that inference/engine/engine.py needs": 52,
     "lines of these files": 12_200,
