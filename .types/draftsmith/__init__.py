@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.inference.load import load_drafter
-    from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
+    from draftsmith.inference.engine.engine import SpeculativeDecoder
+    from draftsmith.inference.engine.request import Generation, Request
     from draftsmith.inference.engine.text import TextStream
-    from draftsmith.inference.measure.timing import evaluate
+    from draftsmith.inference.load import load_drafter
+    from draftsmith.inference.measure.evaluation import evaluate
     from draftsmith.inference.verify.sampling import Sampling
     from draftsmith.models.target import load_target
 
@@ -31,12 +32,12 @@ __all__ = [
 
 _MODULES = {
     "SpeculativeDecoder": "inference.engine.engine",
-    "Request": "inference.engine.engine",
-    "Generation": "inference.engine.engine",
+    "Request": "inference.engine.request",
+    "Generation": "inference.engine.request",
     "TextStream": "inference.engine.text",
     "Sampling": "inference.verify.sampling",
-    "evaluate": "inference.measure.timing",
-    "load_drafter": "inference.drafters.load",
+    "evaluate": "inference.measure.evaluation",
+    "load_drafter": "inference.load",
     "load_target": "models.target",
 }
 

@@ -305,10 +305,12 @@ def test_streamed_text_is_the_text(target, capsys, cut):
     tokens = target.tokenizer(text)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
 
-    def generate(prompts, on_step):
+    def generate(prompts, on_tokens, on_step):
         for end in range(1, len(tokens) + 3, 3):
             shown = tokens[:end]
-            on_step(0, Generation(shown, [3] * (end // 3), ([0] + [1, 1, 0] * end)[: len(shown)], "length"))
+            result = Generation(shown, [3] * (end // 3), ([0] + [1, 1, 0] * end)[: len(shown)], "length")
+            on_step(0, result)
+        return [result]
 
     interactive.stream(SimpleNamespace(target=target, generate=generate), [1], {})
     out, err = capsys.readouterr()

@@ -3,6 +3,7 @@ equal prompts or a common beginning."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -50,8 +51,10 @@ def converse(
         return len(answers[number]) < turns
 
     decoder = SpeculativeDecoder(target, drafter, static=static)
+    decoder.serve = partial(decoder.serve, refill=2)  # steps run while a row is free
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queue, "REUSED_LEAST", least)
+        patch.setattr(queue, "LONGEST_WAIT", 1e9)
         if not bitwise:
             patch.setattr(Runner, "bitwise", False)
         numbers = iter(range(len(USERS)))

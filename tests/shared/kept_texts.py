@@ -34,6 +34,7 @@ class KeepsTexts(Drafter):
 
     def propose(self, state):
         for row, text in self.texts.items():
+            del text[int(state.length[row]) :]  # of steps that were undone
             assert len(text) == int(state.length[row])
             text.append(int(state.root[row]))
         return super().propose(state)
