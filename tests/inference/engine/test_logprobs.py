@@ -137,7 +137,8 @@ SELF = "draft_model:models/tiny-lm@2,1,1"
         ("models/tiny-lm", SELF, 2, 24, 140),
         pytest.param("models/tiny-lm", SELF, 24, 150, 10_000, marks=pytest.mark.slow),
         pytest.param(
-            "models/smollm2", "models/smollm2-medusa+ngram", 4, 24, 280, marks=[pytest.mark.slow, pytest.mark.needs_models]
+            "models/smollm2", "models/smollm2-medusa+ngram", 4, 24, 280,
+            marks=[pytest.mark.slow, pytest.mark.needs_models],
         ),
     ],
 )  # fmt: skip
