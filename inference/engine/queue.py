@@ -135,8 +135,6 @@ class Queue:
                 break
             self.step.first_rows.use(self.step.rows)
             prompt = self._place(text.request, free)
-            asked = text.request
-            self.step.logprobs.begin(prompt.row, asked.logprobs, asked.prompt_logprobs, asked.logprobs_mode)
             free.remove(prompt.row)
             self.prompts.append((prompt, text))
 
@@ -151,13 +149,19 @@ class Queue:
             best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
             if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
                 prompt.row = of_free
+                self._ask_logprobs(of_free, request)
                 token = prefill.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
                 self.begun += [] if token is None else [(prompt, token)]
                 return prompt
             if shared[best] >= REUSED_LEAST:
                 prompt.source, prompt.shared, prompt.common = best, int(shared[best]), int(common[best])
+        self._ask_logprobs(row, request)
         prefixes.begin(row, request.prompt)
         return prompt
+
+    def _ask_logprobs(self, row: int, request: Request) -> None:
+        """Before anything of the prompt is run: the log-probabilities that a request wants of its row."""
+        self.step.logprobs.begin(row, request.logprobs, request.prompt_logprobs, request.logprobs_mode)
 
     def _copy_prefixes(self) -> None:
         """Copy the first tokens of prompts from the rows that hold them by now."""

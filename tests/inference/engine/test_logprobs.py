@@ -68,6 +68,27 @@ def test_a_text_has_them_alone_or_among_others(pair):
             assert (one.logprobs, one.prompt_logprobs) == (other.logprobs, other.prompt_logprobs)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_a_prompt_that_is_not_run_again_has_them(pair, rows):
+    """Equal prompts, of which one is run, in rows that are used again, and texts that move to the first rows."""
+    target, drafting = pair
+    asked = [{"logprobs": 3}, {"logprobs": 5, "logprobs_mode": "processed_logprobs"}, {}, ASKED]
+    requests = [
+        Request(PROMPT * 2, 3 + 4 * (number % 3), Sampling(0.8, seed=number), NONE, **asked[number % 4])
+        for number in range(9)
+    ]
+    alone = [SpeculativeDecoder(target).serve([request], 1, mode="sample")[0] for request in requests]
+    for decoder in (drafting, SpeculativeDecoder(target)):
+        found = decoder.serve(requests, rows, mode="sample")
+        assert decoder.counts.reused_tokens >= 4 * len(PROMPT)
+        for one, other in zip(found, alone, strict=True):
+            assert (one.tokens, one.logprobs, one.prompt_logprobs) == (
+                other.tokens,
+                other.logprobs,
+                other.prompt_logprobs,
+            )
+
+
 @pytest.mark.parametrize("limit", [0, 1, 17])
 def test_they_end_with_the_text(pair, limit):
     """At the limit, at a stop id and inside an accepted path."""
