@@ -27,11 +27,11 @@ from draftsmith.common.command import CommandLine, before_imports, make_console,
 PARSER = CommandLine(__doc__)
 PARSER.add_argument("--data", default="data/coder-train.parquet", help="chats with recorded answers (%(default)s)")
 PARSER.add_argument("--tokenizer", default="models/qwen2.5-coder-0.5b", help="the recorded target's (%(default)s)")
-PARSER.add_argument("--conversations", type=int, default=2000)
+PARSER.add_argument("--conversations", type=int, default=2000, help="that are answered (%(default)s)")
 PARSER.add_argument("--turns", type=int, default=1, help="of each conversation (%(default)s)")
 list_option(PARSER, "--batches", [384, 32], "ROWS", "rows of the engine (%(default)s)")
 PARSER.add_argument("--step-ms", type=float, default=4.0, help="milliseconds of a step, for what waits (%(default)s)")
-PARSER.add_argument("--threads", type=int, default=1)
+PARSER.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
 PARSER.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there")
 if __name__ == "__main__":
     before_imports(PARSER, lambda args: check_options(args, "conversations", "turns", "batches"))
