@@ -188,6 +188,13 @@ def attention(
     )
 
 
+def _prompts(parts: int, window: int = 0) -> None:
+    """Parts of several prompts of an 8B model, 512 tokens at most each."""
+    q, cache = empty(1, 2048, 32, 128, dtype=BF16).transpose(1, 2), empty(2, 32, 8, 2048, 128, dtype=BF16)
+    segments = tree_attention.Segments(*(empty(parts, dtype=INT) for _ in range(4)), 512)
+    tree_attention.segment_attention(q, cache[0], cache[1], segments, 0.1, window)
+
+
 def products(rows: int, dtype: torch.dtype = BF16, bias: bool = False, same_bits: bool = False) -> None:
     """Each block size that is measured on such a GPU, or the one for any number of rows."""
     x, matrix = empty(rows, 4096, dtype=dtype), empty(4096, 4096, dtype=dtype).t()
@@ -323,6 +330,8 @@ OTHERS: dict[str, Callable[[], None]] = {
     "verification with q": partial(_verification, 4, True, ALL),
     "attention 8B, 1 node, merging": partial(attention, 1, 8, last_merges=True),
     "attention, window, cap": partial(attention, 64, 8, window=512, softcap=30.0),
+    "prompts": partial(_prompts, 8),  # a tile of 256 threads, one program on a multiprocessor
+    "prompts, window": partial(_prompts, 8, 512),
     "attention, D = 256": partial(attention, 64, 8, width=256, heads=16),
     "attention, D = 256, window, cap": partial(attention, 64, 8, width=256, heads=16, window=512, softcap=30.0),
     "same bits, D = 256, window, cap": partial(
