@@ -191,7 +191,8 @@ def attention(
 def _prompts(parts: int, window: int = 0) -> None:
     """Parts of several prompts of an 8B model, 512 tokens at most each."""
     q, cache = empty(1, 2048, 32, 128, dtype=BF16).transpose(1, 2), empty(2, 32, 8, 2048, 128, dtype=BF16)
-    segments = tree_attention.Segments(*(empty(parts, dtype=INT) for _ in range(4)), 512)
+    of_part = empty(parts, dtype=INT)
+    segments = tree_attention.Segments(of_part, of_part, of_part, of_part, 512)
     tree_attention.segment_attention(q, cache[0], cache[1], segments, 0.1, window)
 
 
