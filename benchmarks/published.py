@@ -347,8 +347,8 @@ CLAIMS = (
         f"the target's pass alone, over ⟨1,1,5,1,1,1,1,1⟩ as one tree and as five rows, one text, {SMOLLM2}, 128 and "
         "1,024 cached tokens, two cores; judged: the ratio is above 1",
         (
-            "python benchmarks/sequences.py --target {target} --contexts {contexts} --repeat {rounds} --out "
-            "{out}/sequences.json",
+            "python benchmarks/sequences.py --target {target} --contexts {contexts} --repeat {rounds} "
+            "--seed {seed} --out {out}/sequences.json",
         ),
         {"target": "models/smollm2", "contexts": "128 1024", "rounds": 60},
         {"target": "models/tiny-lm", "contexts": "32", "rounds": 6},

@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     list_option(parser, "--batches", [1], "B", "texts (%(default)s)")
     list_option(parser, "--contexts", [1024], "L", "cached tokens of each text (%(default)s)")
     parser.add_argument("--repeat", type=int, default=50, help="rounds (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of random weights (%(default)s)")
     decoder_option(parser)
     machine_options(parser, "of the weights (those of a --shape count as stored in bfloat16)")
     return parser
@@ -85,7 +86,7 @@ def main() -> None:
         raise ValueError(f"--expansion: a tree of {nodes} nodes; there are at most {MAX_NODES}")
     device = torch.device(choose_device(args.device))
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     if args.shape:
         dtype = dtype_of_shape(args.dtype, device)
         positions = max(args.contexts) + len(args.expansion) + 1
