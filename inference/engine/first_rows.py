@@ -24,7 +24,7 @@ class FirstRows:
         self._whole: list[tuple[object, str, Any]] = []  # the buffers of all rows, while fewer run
 
     def use(self, rows: int) -> None:
-        """Run steps on the first ``rows`` rows alone, from now on; new texts begin only while all rows run."""
+        """Run steps on the first ``rows`` rows from now on. New texts begin only while all rows run."""
         step = self.step
         if rows == step.running:
             return

@@ -16,8 +16,8 @@ from draftsmith.inference.engine.step import Observe, Step
 from draftsmith.inference.engine.text import StopStrings
 
 LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to begin with
-# Rows that a step on a GPU has at least. With fewer it takes as long, since it waits for the weights, and each number
-# of rows is another graph to capture.
+# Rows that a step on a GPU has at least. By calculation fewer take as long, since reading the weights decides; and each
+# number of rows is another graph to capture.
 FEWEST_ON_GPU = 32
 
 
