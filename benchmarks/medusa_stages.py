@@ -163,7 +163,15 @@ def main() -> None:
         folder = train(args.recipe, args.out, name, args.steps, [*args.overrides, *own])
         rows[name] = measure(folder, args.prompts, args.max_new_tokens, args.repeat)
     facts = facts_of(__file__, DEVICE) | {"ways": rows}
-    columns = ("τ", "τ before\nloops", "τ on the\noriginal's text", "× plain", "KL per\ntoken", "repeated\n4-grams", "perplexity\nratio")
+    columns = (
+        "τ",
+        "τ before\nloops",
+        "τ on the\noriginal's text",
+        "× plain",
+        "KL per\ntoken",
+        "repeated\n4-grams",
+        "perplexity\nratio",
+    )
     table = table_of("way", *columns, "exact")
     for name, row in rows.items():
         before_loops = row["mean_accepted_length_before_first_loop"] or 1

@@ -155,8 +155,8 @@ CLAIMS = (
         "medusa-typical",
         f"{MEDUSA} §2.3.1, figure of the sweep",
         "as ε rises from 0.01 to 0.25 (δ = √ε), fewer tokens are accepted, and quality rises (not judged: no judge)",
-        f"acceptance only, whole trees, Medusa-1 heads of {SMOLLM2}, temperature 0.7, 32 prompts × 48 tokens; quality as "
-        "nats per token under the target, without a judge; beside it δ apart from ε",
+        f"acceptance only, whole trees, Medusa-1 heads of {SMOLLM2}, temperature 0.7, 32 prompts × 48 tokens; quality "
+        "as nats per token under the target, without a judge; beside it δ apart from ε",
         (
             PROMPTS,
             "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --seed "

@@ -7,8 +7,8 @@
 Tasks that a program judges: `code` (HumanEval, pass@1; each answer runs in a process without network, with read-only
 files), `arithmetic` and `reasoning` (made with --seed; the last number, the first of the words that could be meant),
 and `questions` (FreshQA's, where a known answer of at most 30 characters stands in the text). Beside the share of right
-answers: speed, τ, repeated text. Where an adapter has changed the target: the likelihood of reference answers, and KL of
-the changed distribution from the original one after each token of the original's own answers (both at temperature 1).
+answers: speed, τ, repeated text. Where an adapter has changed the target, also the likelihood of reference answers, and
+KL of the changed distribution from the original one in the original's own answers (both at temperature 1).
 
 Decoding is greedy, or sampling with --temperature, to which Medusa's typical acceptance (lossy) is then added for each
 --epsilon. Right answers are compared with those of the target as it was, task by task; speed, and the texts of lossless

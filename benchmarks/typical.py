@@ -204,7 +204,10 @@ def main() -> None:
         table.add_row(name, speed, cell(row["speedup"]), tau, nats, less, repeated)
     print_table(table, f"{target.name} · {args.drafter} · temperature {args.temperature:g}")
     if args.out:
-        facts = facts_of(__file__, target.device) | {"target": target.name, **chosen(args, "drafter", "temperature", "all_nodes")}
+        facts = facts_of(__file__, target.device) | {
+            "target": target.name,
+            **chosen(args, "drafter", "temperature", "all_nodes"),
+        }
         facts |= {"methods": rows, "prompts": len(prompts), "execution": decoder.execution}
         write_report(args.out / "typical.json", facts, plot)
 

@@ -222,7 +222,9 @@ def test_divergence_of_a_changed_target(target):
     changed, sums = perturbed(target, 0.3), []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([[*prompt, *answer.tokens]])[:, :-1]
-        log_p, log_q = (each.model(ids).logits[0, len(prompt) - 1 :].double().log_softmax(-1) for each in (target, changed))
+        log_p, log_q = (
+            each.model(ids).logits[0, len(prompt) - 1 :].double().log_softmax(-1) for each in (target, changed)
+        )
         sums.append((log_p.exp() * (log_p - log_q)).sum())
     found = quality.divergence(target, changed, prompts, answers)
     assert found["value"] == pytest.approx(float(sum(sums)) / 3, rel=1e-3) and found["value"] > 1e-3

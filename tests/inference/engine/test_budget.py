@@ -441,7 +441,7 @@ def test_bounds_that_cannot_be_kept(make_target):
 
 @pytest.mark.parametrize("cached", [128, 20_000])
 def test_typical_nodes_are_those_of_each_row(cached):
-    """By brute force: as many of a row's likeliest nodes as are fastest for it alone; the rest of its tree is padding."""
+    """By brute force: as many of a row's likeliest nodes as are fastest for it alone; its other nodes are padding."""
     rng, shape, counts = random.Random(cached), StaticTree(Topology(PATHS).parents, torch.device("cpu")), Counter()
     for case in range(30):
         costs = StepCosts({1: 1.0, 12: rng.choice((1.1, 2, 4))}, per_key=1e-6, per_key_and_node=1e-6)
@@ -482,7 +482,9 @@ def test_typical_texts_follow_from_the_text_alone(make_target, monkeypatch, kind
         propose, drafter.costs = drafter.propose, costs
         asked.clear()
         drafter.propose = lambda state: asked.append(state) or propose(state)
-        found = SpeculativeDecoder(target, drafter, static=False).serve([requests[n] for n in order], rows, mode="typical")
+        found = SpeculativeDecoder(target, drafter, static=False).serve(
+            [requests[n] for n in order], rows, mode="typical"
+        )
         return {n: result.tokens for n, result in zip(order, found, strict=True)}
 
     some = StepCosts({1: 1.0, 4: 1.3, 12: 4.0})

@@ -641,7 +641,9 @@ def test_typical_texts_depend_on_the_nodes_of_the_path_alone():
         tree = part.fill(tokens[:, nodes])
         verdict = verify_typical(tree, tree.mask, p[:, nodes], 2, epsilon=0.2, delta=0.45)
         lengths = verdict.length.tolist()
-        paths = [[nodes[node] for node in path[: n + 1]] for path, n in zip(verdict.path.tolist(), lengths, strict=True)]
+        paths = [
+            [nodes[node] for node in path[: n + 1]] for path, n in zip(verdict.path.tolist(), lengths, strict=True)
+        ]
         committed = [tokens[row, path[1:]].tolist() for row, path in enumerate(paths)]
         return paths, [[*text, bonus] for text, bonus in zip(committed, verdict.bonus.tolist(), strict=True)]
 
