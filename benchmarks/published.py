@@ -245,8 +245,9 @@ CLAIMS = (
         "dynamic shortlists keep 98.4 % of the whole LM head's τ, fixed ones 93.6 % (Llama-3-8B); by the table of an "
         "earlier version 97.5 and 93.5 %",
         "τ decoded, one list a level; DynaSpec's lists by its own selection, fixed ones of 2,048 tokens; EAGLE-3 "
-        f"drafter of {SMOLLM2}, trained on for 250 steps without a draft vocabulary, dynamic tree of 16 nodes, 32 prompts "
-        "× 48 tokens, a quarter with rare tokens; FR-Spec by a general corpus, VocabTrim by the training rows' answers",
+        f"drafter of {SMOLLM2}, trained on for 250 steps without a draft vocabulary, dynamic tree of 16 nodes, 32 "
+        "prompts × 48 tokens, a quarter with rare tokens; FR-Spec by a general corpus, VocabTrim by the training rows' "
+        "answers",
         (
             PROMPTS,
             training("eagle", "{eagle}", "{trained}", "{how}"),

@@ -2,7 +2,7 @@
 
     python benchmarks/shortlist_tasks.py --out runs/lists                                  # SmolLM2, seven tasks
     python benchmarks/shortlist_tasks.py --model qwen2.5-coder-0.5b --out runs/coder-lists
-    python benchmarks/shortlist_tasks.py runs/dynaspec runs/fr_spec --prompts P.jsonl --out runs/lists --write docs/dynaspec.md
+    python benchmarks/shortlist_tasks.py runs/dynaspec runs/fr_spec --prompts P.jsonl --out runs/lists
 
 The tasks are those of Spec-Bench, as far as data/prompts.py has them (conversations of two turns, translation, summary,
 questions, mathematics; questions about given tables in place of retrieval), and HumanEval. The lists are folders that
@@ -47,7 +47,10 @@ def folders_of(model: str) -> dict[str, str]:
     """The folders of a model's lists, after what they need, and the commands that make them."""
     before, size, corpus = MODELS[model]
     kinds = {"dynaspec": "", "frspec": f" drafter.shortlist=fr_spec drafter.size={size}{corpus}"}
-    kinds |= {"vocabtrim": f" drafter.shortlist=vocab_trim drafter.size={size}", "lowrank": " drafter.shortlist=low_rank"}
+    kinds |= {
+        "vocabtrim": f" drafter.shortlist=vocab_trim drafter.size={size}",
+        "lowrank": " drafter.shortlist=low_rank",
+    }
     recipe = f"train/dynaspec.py recipes/{model}-dynaspec.yaml run.name={model}"
     return before | {f"runs/{model}-{name}": f"{recipe}-{name}{more}" for name, more in kinds.items()}
 
@@ -56,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help="drafters of type dynaspec on the same drafter")
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="whose lists, without FOLDER (%(default)s)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="as for decode.py, in place of the seven tasks")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="as for decode.py, in place of the seven tasks"
+    )
     parser.add_argument("--count", type=int, default=16, help="prompts of each of the seven tasks (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts, and of what is timed (%(default)s)")
     parser.add_argument("--target", metavar="FOLDER", help="if it is not where the first folder's config says")
@@ -121,7 +126,7 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.data.prompts import evaluation_prompts
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.dynaspec import PART, read_parts
+from draftsmith.inference.drafters.dynaspec import read_parts
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.drafters.shortlists import Shortlists

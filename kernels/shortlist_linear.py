@@ -235,13 +235,7 @@ def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def shortlist_topk(
-    features: Tensor,
-    weight: Tensor,
-    rows: Tensor,
-    ids: Tensor,
-    count: int,
-    static: bool = False,
-    log_q: bool = False,
+    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, static: bool = False, log_q: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The best ``count`` tokens of each node's shortlist, best first; on a GPU without writing the logits.
 

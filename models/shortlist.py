@@ -88,7 +88,9 @@ class ShortlistConfig:
             raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(ShortlistKind))}")
         check_whole(self, ("outputs", *_SIZES.get(self.shortlist, ())))
         if self.shortlist == "low_rank" and self.rank > (most := min(self.outputs, self.feature_size)):
-            raise ValueError(f"field 'rank' is {self.rank}; an LM head of {self.outputs} × {self.feature_size} has {most}")
+            raise ValueError(
+                f"field 'rank' is {self.rank}; an LM head of {self.outputs} × {self.feature_size} has {most}"
+            )
         lists = {"capacity": self.outputs}
         if self.shortlist == "dynaspec":
             lists["clusters"] = self.num_clusters
@@ -134,8 +136,8 @@ def head_rows_of(head: nn.Module) -> Tensor:
 
 
 def low_rank_factors(head: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The truncated SVD of an LM head ``[S, d]``: down ``[r, d]`` and up ``[S, r]``, float32, whose product up · down is
-    the nearest matrix of rank r. By the eigenvectors of WᵀW, as S is many times d."""
+    """The truncated SVD of an LM head ``[S, d]``: down ``[r, d]`` and up ``[S, r]``, float32, whose product up · down
+    is the nearest matrix of rank r. By the eigenvectors of WᵀW, as S is many times d."""
     gram = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64, device=head.device)
     for rows in head.split(_ROWS):
         gram.addmm_(rows.t().double(), rows.double())
@@ -249,8 +251,8 @@ class ShortlistHead(nn.Module):
         return torch.where(rows < outputs, rows, -1)
 
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Rows | None:
-        """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]`` (of ``low_rank``, what the
-        LM head reads); None if the list is the same for all nodes."""
+        """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]`` (of ``low_rank``, what
+        the LM head reads); None if the list is the same for all nodes."""
         if self.low_rank:
             rows = self.candidates(hidden, depth)
             count = torch.full_like(rows[:, 0], rows.shape[1])

@@ -84,7 +84,9 @@ def check_sizes(run: Run[Any], drafts: Drafts) -> None:
         limits = [("k_max", d.k_max or 1, d.num_clusters, "all clusters")]
     elif d.shortlist == "low_rank":
         if getattr(drafts.head, "bias", None) is not None:
-            raise ValueError("drafter.shortlist=low_rank: the LM head has a bias, which its factors leave out; use another")
+            raise ValueError(
+                "drafter.shortlist=low_rank: the LM head has a bias, which its factors leave out; use another"
+            )
         limits = [("rank", d.rank, min(drafts.weight.shape), "that of the LM head")]
         limits += [("candidates", d.candidates, most, "all tokens of the drafter's LM head")]
     else:

@@ -91,8 +91,8 @@ def record(
     low_rank: bool = False,
 ) -> Recorded:
     """Record a drafter on texts ``[B, T]``, on the CPU, with R = ``best`` tokens, at most S, and hidden states of
-    ``dtype``, for shortlists that are ``low_rank`` or not. ``batch_size``: rows of a forward pass, at most; long ones are fewer. ``on_done`` is called with the
-    number of sequences done so far."""
+    ``dtype``, for shortlists that are ``low_rank`` or not. ``batch_size``: rows of a forward pass, at most; long
+    ones are fewer. ``on_done`` is called with the number of sequences done so far."""
     begins, batch_size = F.pad(supervised[:, 1:], (0, 1)), max(1, min(batch_size, AT_ONCE // tokens.shape[1]))
     parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)

@@ -1,6 +1,6 @@
-"""The comparisons of shortlists, node by node and by task: what a list keeps is what train/dynaspec.py counts of the same
-drafts, one by one; the report's figures are of these sums; head time, equal logits, and what is refused; parts that are
-measured once."""
+"""The comparisons of shortlists, node by node and by task: what a list keeps is what train/dynaspec.py counts of the
+same drafts, one by one; the report's figures are of these sums; head time, equal logits, and what is refused; parts
+that are measured once."""
 
 import copy
 import json

@@ -220,7 +220,9 @@ def test_artifacts_that_are_refused(damage, message):
 def test_factors_of_another_shape():
     config, weights = stored("low_rank")
     weights["up"] = torch.zeros(12, 2)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS}'up' is \(12, 2\) instead of \(12, 3\), as config.json promises; fetch or"):
+    with pytest.raises(
+        ValueError, match=rf"{WEIGHTS}'up' is \(12, 2\) instead of \(12, 3\), as config.json promises; fetch or"
+    ):
         ShortlistHead.from_artifact(config, weights, WHERE)
 
 

@@ -48,7 +48,9 @@ def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
     outputs = eagle.config.outputs
     capacity = [max(3, tokens) for tokens in budget(int(outputs * share), schedule)]
     if kind != "dynaspec":
-        sizes = {"rank": 4, "feature_size": eagle.draft_head(target.lm_head).weight.shape[1]} if kind == "low_rank" else {}
+        sizes = (
+            {"rank": 4, "feature_size": eagle.draft_head(target.lm_head).weight.shape[1]} if kind == "low_rank" else {}
+        )
         return random_shortlists(ShortlistConfig(kind, outputs, tuple(capacity), **sizes))
     wanted = max(5, int(CLUSTERS * share))
     sizes = {"embedding_size": target.hidden_size, "feature_size": eagle.config.hidden_size}

@@ -119,7 +119,7 @@ def test_decoding_takes_the_kernel(name, device):
     read = torch.randint(-1, 2, (2, 3, 16), device=device).float()
     lists.choose(torch.randn(2, 3, 6, device=device), torch.randn(2, 3, 16, device=device), 0)
     logits, tokens = lists.logits(read)
-    order = logits.sort(-1, descending=True, stable=True).indices[..., :5]
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :5]
     lists.logits = None
     found = lists.topk(read, 5)
     assert (found is None) == PLAIN
