@@ -255,7 +255,7 @@ CLAIMS = (
             static_list("fr_spec", "fr-spec", " {corpus}"),
             static_list("vocab_trim", "vocab-trim"),
             "python benchmarks/shortlist_tasks.py {shared}/dynaspec {shared}/fr-spec {shared}/vocab-trim --prompts "
-            "{out}/prompts.jsonl --schedules selected --max-new-tokens {tokens} --nodes {nodes} --out {out}",
+            "{out}/prompts.jsonl --schedules selected --max-new-tokens {tokens} --nodes {nodes} --report {out}",
         ),
         {
             "base": "{shared}/rare",

@@ -1,8 +1,8 @@
 """Shortlists of one drafter's LM head by task: accepted length, sizes of the lists, time of the output layer.
 
-    python benchmarks/shortlist_tasks.py --out runs/lists                                  # SmolLM2, seven tasks
-    python benchmarks/shortlist_tasks.py --model qwen2.5-coder-0.5b --out runs/coder-lists
-    python benchmarks/shortlist_tasks.py runs/dynaspec runs/fr_spec --prompts P.jsonl --out runs/lists
+    python benchmarks/shortlist_tasks.py --report runs/lists                                  # SmolLM2, seven tasks
+    python benchmarks/shortlist_tasks.py --model qwen2.5-coder-0.5b --report runs/coder-lists
+    python benchmarks/shortlist_tasks.py runs/dynaspec runs/fr_spec --prompts P.jsonl --report runs/lists
 
 The tasks are those of Spec-Bench, as far as data/prompts.py has them (conversations of two turns, translation, summary,
 questions, mathematics; questions about given tables in place of retrieval), and HumanEval. The lists are folders that
@@ -16,8 +16,8 @@ position-aware.
 tokens    in a list: the mean over the levels of all steps. A low-rank list has the candidates of all nodes of a level.
 head      time of a step's lists and logits, levels of as many nodes as the tree runs; medians, the methods in turn.
 
-Each part (a list on a task; the times) is a file of OUT/parts, and is not measured again: an interrupted command goes
-on. OUT/table.json has all figures, with committed tokens and steps of each prompt. Intervals are 95 % bootstrap
+Each part (a list on a task; the times) is a file of DIR/parts, and is not measured again: an interrupted command goes
+on. DIR/table.json has all figures, with committed tokens and steps of each prompt. Intervals are 95 % bootstrap
 intervals over prompts.
 """
 
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="of an answer (%(default)s)")
     parser.add_argument("--nodes", type=int, default=16, metavar="N", help="of the tree, root included (%(default)s)")
     machine_options(parser, "of target and drafter", out=False)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the parts and of table.json")
+    parser.add_argument("--report", type=Path, required=True, metavar="DIR", help="of the parts and of table.json")
     parser.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE.md", help="put the table there")
     return parser
 
@@ -98,7 +98,7 @@ def check(args: argparse.Namespace) -> None:
             raise FileNotFoundError(f"{folder}: there is no such folder; give those that train/dynaspec.py wrote")
     check_names(args.folders, args.target)
     check_prompts(args.prompts)
-    check_folder("--out", args.out)
+    check_folder("--report", args.report)
 
 
 if __name__ == "__main__":
@@ -177,6 +177,7 @@ def measured(file: Path, asked: Mapping[str, Any], measure: Callable[[], dict[st
     if file.exists() and (kept := json_object(file, "part")).get("asked") == asked:
         return kept
     found = {"asked": asked, **measure()}
+    file.parent.mkdir(exist_ok=True)
     write_json(file, found)
     return found
 
@@ -316,13 +317,13 @@ def main() -> None:
             for place, (task, numbers) in enumerate(tasks.items()):
                 texts = [prompts[number] for number in numbers]
                 sizes = args.max_new_tokens, args.nodes
-                file = args.out / "parts" / f"{re.sub('[^a-z0-9]+', '-', f'{task} {name}'.lower()).strip('-')}.json"
+                file = args.report / "parts" / f"{re.sub('[^a-z0-9]+', '-', f'{task} {name}'.lower()).strip('-')}.json"
                 run = partial(decode, target, eagle, head, texts, *sizes)
                 parts[task][name] = measured(file, asked(numbers, name), run)
                 advance(number * len(tasks) + place + 1)
     some = [number for numbers in tasks.values() for number in numbers[:TIMED]]
     timed = measured(
-        args.out / "parts" / "times.json",
+        args.report / "parts" / "times.json",
         asked(some, *methods) | {"threads": args.threads},
         lambda: times(target, drafts, methods, [prompts[n] for n in some], args.max_new_tokens, args.seed),
     )["seconds"]
@@ -340,7 +341,7 @@ def main() -> None:
     for row in rows:
         shown.add_row(*row)
     print_table(shown)
-    write_report(args.out / "table.json", report)
+    write_report(args.report / "table.json", report)
     for path in args.write:
         before, _, after = between(read_text(path, "document"), str(path), BEGIN, END)
         write_text(path, before + block(report) + after)

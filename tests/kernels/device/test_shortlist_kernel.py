@@ -63,10 +63,6 @@ def test_shortlists(texts, nodes, width, sizes, clusters, capacity, tokens, dtyp
     assert values.shape == found.shape == (texts, nodes, tokens)
     assert values.dtype == torch.float32 and found.dtype == torch.int64
     best = exact.masked_fill(padding, float("-inf")).topk(tokens, -1)
-    log_q, same = shortlist_topk(spread(features.cpu(), device), weight, rows, ids, tokens, log_q=True)
-    total = torch.where(padding, float("-inf"), logits).double().logsumexp(-1, keepdim=True)
-    assert torch.equal(same, found)
-    torch.testing.assert_close(log_q.double(), values.double() - total, atol=2e-5, rtol=2e-5)
     largest = bound.masked_fill(padding, 0.0).amax(-1, keepdim=True)
     assert_within(values, best.values, largest)
     assert (values[..., :-1] >= values[..., 1:]).all()
