@@ -52,7 +52,7 @@ class EagleDrafter(Drafter):
         eagle: is cast to the target's dtype and moved to its device.
         tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
         draws: of a fixed tree, as ``Levels`` takes it.
-        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec, low rank).
 
     Raises:
         ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take, or
@@ -102,7 +102,8 @@ class EagleDrafter(Drafter):
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
         changed = self.shared is not None and self.shared.changes_logits
         module = None if self.shortlists is not None or changed else self.draft_head
-        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
+        topk = None if self.shortlists is None else self.shortlists.topk
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids, topk)
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)

@@ -161,7 +161,8 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         if not opened:
             opened.append(open_eagle_drafts(*base, target))
-        found = kept(record(opened[0], tokens, supervised, BEST), opened[0].embed, shortlist).ranks
+        recorded = record(opened[0], tokens, supervised, BEST, low_rank=shortlist.low_rank)
+        found = kept(recorded, opened[0].embed, shortlist).ranks
         # A tree may have no more children of a node than the shortest list has tokens.
         return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
 

@@ -173,6 +173,7 @@ LISTS = {
     "static": {"shortlist": "fr_spec", "capacity": (4, 2, 1)},
     "routed": {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)},
     "by depth": {"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)},
+    "low rank": {"shortlist": "low_rank", "capacity": (2,), "rank": 3, "feature_size": 32},
 }
 # The drafter, the sampling parameters, whether steps are static.
 SAMPLED = {
@@ -197,6 +198,7 @@ SAMPLED = {
     "FR-Spec": (of(small_eagle, tree=(1, 1, 1), ids=True, lists=LISTS["static"]), "cut", False),
     "DynaSpec": (of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), "plain", True),
     "DynaSpec, i.i.d.": (of(small_eagle, tree=(2, 2), draws="iid", lists=LISTS["by depth"]), "plain", False),
+    "low rank": (of(small_eagle, tree=(2, 1), lists=LISTS["low rank"]), "plain", True),
     "DynaSpec and n-grams": (
         merged(of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), of(ngram, depth=2), nodes=12), "plain", False
     ),
