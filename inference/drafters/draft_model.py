@@ -194,6 +194,11 @@ class DraftModelDrafter(Drafter):
             self._select(self.entries, (torch.minimum(self.cached, state.length) * state.active).tolist())
             self.entries.held = (state.length * state.active).tolist()  # of which it has run all but the missing ones
 
+    def select(self, lengths: Sequence[int]) -> None:
+        """Make now the selections that the next step would make, as :meth:`CompressedDrafter.select`."""
+        if self.entries is not None:
+            self._select(self.entries, list(lengths))
+
     def _select(self, entries: CompressedCache, lengths: list[int]) -> None:
         """Select from all that was cached, ``lengths`` tokens, which the model's own cache is given first."""
         for row in entries.pending:
