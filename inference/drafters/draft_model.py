@@ -207,11 +207,23 @@ class DraftModelDrafter(Drafter):
         entries.select_where_due(lengths)
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        chunk = self._noted(chunk)
+        self.reader.forward_prompts(chunk)
+
+    def read_cached(self, other: KVCache, chunks: Sequence[Chunk]) -> None:
+        """:meth:`prefill` of chunks whose keys and values another drafter's cache of the same model and shape holds."""
+        if other is not self.own:
+            self.own.take(other)
+        for chunk in chunks:
+            self._noted(chunk)
+
+    def _noted(self, chunk: Chunk) -> Chunk:
+        """A chunk as the model reads it, which counts as cached from now on."""
         chunk = replace(chunk, tokens=self._readable(chunk.tokens))
         if self.entries is not None:
             self.entries.read_prompts(chunk)
-        self.reader.forward_prompts(chunk)
         self.cached[chunk.rows] = ALL_CACHED
+        return chunk
 
     def propose(self, state: State) -> TokenTree:
         if self.entries is not None:

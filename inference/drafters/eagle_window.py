@@ -14,7 +14,8 @@ Shape letters: B rows, s sinks, S slots, n pairs, G key/value heads, D head widt
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.compressed import APPENDED, BY_LENGTH, Selector
+from draftsmith.inference.drafters import compressed
+from draftsmith.inference.drafters.compressed import BY_LENGTH, Selector
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
 from draftsmith.inference.engine.protocol import State
 from draftsmith.models.eagle import EagleConfig
@@ -48,7 +49,7 @@ class PairWindow:
 
     def __init__(self, selector: Selector, layer: EagleLayer, step_pairs: int, step_slots: int) -> None:
         self.layer, self.step_pairs, self.last_slot = layer, step_pairs, layer.capacity - step_slots
-        self.sinks, self.entries, self.most = selector.sinks, selector.entries, selector.entries + APPENDED
+        self.sinks, self.entries, self.most = selector.sinks, selector.entries, selector.entries + compressed.APPENDED
         self.first = torch.zeros_like(layer.both[:, : self.sinks])  # [B, s, 2, G, D], sinks at their own positions
         self.left_out = torch.zeros(layer.rows, dtype=torch.int64, device=self.first.device)
         self.without = [0] * layer.rows  # ``left_out``, on the host
@@ -57,7 +58,7 @@ class PairWindow:
     @staticmethod
     def slots(selector: Selector, max_missing: int, step_slots: int) -> int:
         """S, for a drafter of which up to ``max_missing`` pairs are missing from the cache."""
-        return selector.entries + APPENDED + selector.sinks + max_missing + step_slots
+        return selector.entries + compressed.APPENDED + selector.sinks + max_missing + step_slots
 
     def after(self, lengths: Tensor) -> Tensor:
         """The slot that follows each row's first ``lengths [B]`` pairs."""

@@ -33,6 +33,34 @@ def print_plan(facts: dict[str, Any]) -> None:
     )
 
 
+def print_drafter_plan(facts: dict[str, Any]) -> None:
+    """Two lines for each batch size and context length, to stdout: the best drafter, and the best one of the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    columns = ("rows", "tokens", "speed-up", "α", "E", "verify", "draft", "select", "α*", "drafter")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for cell in facts["cells"]:
+        for own in (cell, cell["second"]):
+            if own is None:
+                continue
+            key = (str(cell["batch"]), str(cell["context"])) if own is cell else ("", "second")
+            alpha, figures = "–", [f"{own['speedup']:.2f}", "–", *["–"] * 5]
+            if own["alpha"]:
+                alpha = f"{sum(own['alpha']) / len(own['alpha']):.2f}"
+                figures = [f"{own['speedup']:.2f}", alpha]
+                figures += [f"{own[name]:.2f}" for name in ("tokens", "verify", "draft", "select")]
+                figures.append("none" if own["least_alpha"] > 1 else f"{own['least_alpha']:.2f}")
+            table.add_row(*key, *figures, own["drafter"])
+    out = make_console(stderr=False)
+    out.print(table, soft_wrap=True)
+    out.print(
+        "Times are in plain steps, without prefills. α*: acceptance from which on it pays. The last column is decode.py's\n"
+        "DRAFTER; none: plain decoding. second: the best of the other drafters and caches.",
+        markup=False,
+        highlight=False,
+    )
+
+
 def draw(facts: dict[str, Any], path: Path) -> None:
     """Speed-up by batch size and context length; a plain step's time in three parts; α by K."""
     import matplotlib
