@@ -20,13 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options
+from draftsmith.benchmarks.options import check_once, check_options, chosen, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import json_object
 from draftsmith.inference.drafters.names import SELECTORS, check_names
 from draftsmith.models.files.locate import known_folder
 
 KINDS = ("books", "manuals", "passages", "values")
+# The options that a setting's figures depend on.
+MEASURED = "drafters entries selectors drafts kind plan_kind texts new_tokens rounds seed".split()
 BAR, NEAR = 0.9, 0.8  # shares of the fastest speed: what a plan has to reach, and what is measured again
 
 
@@ -116,24 +118,27 @@ def measure_grid(
 
 
 def measure_setting(
-    target: Target, chosen: list[Candidate], rows: int, context: int, args: argparse.Namespace
+    target: Target, drafters: list[Candidate], rows: int, context: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Plan a setting, and measure the grid."""
     began, plan_kind = time.perf_counter(), args.plan_kind or args.kind
     texts = windows(target, args.kind, args.texts + rows, context, args.seed)
-    other = texts[: args.texts] if plan_kind == args.kind else windows(target, plan_kind, args.texts, context, args.seed)
-    facts = plan_drafters(target, chosen, [context], [rows], {context: other}, args.new_tokens, None)
+    other = texts[: args.texts]
+    if plan_kind != args.kind:
+        other = windows(target, plan_kind, args.texts, context, args.seed)
+    facts = plan_drafters(target, drafters, [context], [rows], {context: other}, args.new_tokens, None)
     (cell,) = facts["cells"]
     expected = {option["drafter"]: option for option in cell["options"]}
     grid: dict[str, partial[Drafter]] = {"none": partial(PlainDrafter, target.device)}
-    for each, drafts in ((each, drafts) for each in chosen for drafts in each.drafts):
+    for each, drafts in ((each, drafts) for each in drafters for drafts in each.drafts):
         name = each.option(drafts)
         if name in expected and (drafts in args.drafts or each.own_tree or name == cell["drafter"]):
             grid[name] = partial(each.make, drafts)
     planning = time.perf_counter() - began
-    seconds = sum(args.new_tokens / expected[name]["tokens"] * expected[name]["seconds"] for name in grid if name in expected)
+    options = [expected[name] for name in grid if name in expected]
+    seconds = sum(args.new_tokens / option["tokens"] * option["seconds"] for option in options)
     say(f"{rows}x{context}: planned in {planning:.0f} s; {len(grid)} methods take about {seconds:.0f} s a round")
-    batch = Prefilled(target, texts[args.texts :], args.new_tokens, captures_of(chosen))
+    batch = Prefilled(target, texts[args.texts :], args.new_tokens, captures_of(drafters))
     methods = measure_grid(batch, grid, cell["drafter"], args.rounds)
     plain = methods["none"]["tokens_per_second"]
     for name, each in methods.items():
@@ -162,8 +167,8 @@ def earlier(args: argparse.Namespace, target: Target) -> list[dict[str, Any]]:
     if args.out is None or not args.out.exists():
         return []
     facts = json_object(args.out, "grid")
-    if facts.get("target") != target.describe():
-        raise ValueError(f"{args.out}: is for another target; give another file")
+    if facts.get("target") != target.describe() or facts.get("options") != chosen(args, *MEASURED):
+        raise ValueError(f"{args.out}: has settings of another target or of other options; give another file")
     return [row for row in facts["rows"] if (row["batch"], row["context"]) in args.settings]
 
 
@@ -177,17 +182,18 @@ def main() -> None:
         raise ValueError(f"--settings: {longest} tokens are too many: '{target.name}' has {target.context} positions")
     rows = earlier(args, target)
     done = {(row["batch"], row["context"]) for row in rows}
-    chosen = candidates(target, args.drafters, args.selectors, args.entries)
-    models = {id(model): model for each in chosen for model in each.make(max(each.drafts)).models}
+    facts = facts_of(__file__, target) | {"options": chosen(args, *MEASURED), "bar": BAR}
+    drafters = candidates(target, args.drafters, args.selectors, args.entries)
+    models = {id(model): model for each in drafters for model in each.make(max(each.drafts)).models}
     for number, (batch, context) in enumerate(args.settings, 1):
         if (batch, context) in done:
             continue
         say(f"setting {number} of {len(args.settings)}")
-        own = [each for each in chosen if each.selector is None or each.selector.entries < context]
+        own = [each for each in drafters if each.selector is None or each.selector.entries < context]
         with torch.inference_mode(), engine_attention([target, *models.values()]):
             rows.append(measure_setting(target, own, batch, context, args))
         if args.out:
-            write_json(args.out, facts_of(__file__, target) | {"bar": BAR, "rows": rows})
+            write_json(args.out, facts | {"rows": rows})
     table = table_of("rows", "tokens", "planned", "predicted", "measured", "best", "its speed-up", "share")
     for row in rows:
         figures = (f"{row[name]:.2f}" for name in ("predicted", "measured"))

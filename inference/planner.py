@@ -57,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text, and of an answer (%(default)s)")
     target_options(parser)
     parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan there; without --drafters, its plot beside it")
+    out = "write the plan there; without --drafters, its plot beside it"
+    parser.add_argument("--out", type=Path, metavar="PLAN.json", help=out)
     return parser
 
 

@@ -33,7 +33,8 @@ def longest_text(target: str, prompts: Sequence[Prompt], new_tokens: int) -> int
 
 def target_name(drafters: Sequence[str]) -> str | None:
     """The target that a drafter's folder names, if one does."""
-    folders = (local_folder(names.folder_of(each)[0]) for name in drafters for each in names.parts_of(name) if names.has_folder(each))
+    parts = (part for name in drafters for part in names.parts_of(name) if names.has_folder(part))
+    folders = (local_folder(names.folder_of(part)[0]) for part in parts)
     configs = (json_object(each / "config.json") for each in folders if each and (each / "config.json").exists())
     targets = (config.get("target") for config in configs)
     return next((str(each["name_or_path"]) for each in targets if isinstance(each, dict)), None)

@@ -42,7 +42,8 @@ def open_named(
     given = [] if name == "none" else names.parts_of(name)
     if target is not None:
         target_name, options = target.name, {**options, "revision": target.revision}
-    stored = {each: read_named(names.folder_of(each)[0], target_name, **options) for each in given if names.has_folder(each)}
+    folders = {each: names.folder_of(each)[0] for each in given if names.has_folder(each)}
+    stored = {each: read_named(folder, target_name, **options) for each, folder in folders.items()}
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(has_tree(family) for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")

@@ -192,7 +192,7 @@ def test_what_is_planned_can_be_decoded_with(planned, report_of, eagle_folder, t
 
 
 def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_lm, drafter, tmp_path):
-    plan = partial(run_main, planner.main, "--target", tiny_lm, "--device", "cpu", "--contexts", 48, "--drafters")
+    plan = partial(run_main, planner.main, "--target", tiny_lm, "--device", "cpu", "--contexts", 48, "--batch-sizes", 1, "--drafters")
     for name, said in (
         ("ngram", "plans are of chains of"),
         (f"draft_model:{tiny_lm}@2,1", "plans are of chains of"),
