@@ -155,8 +155,8 @@ class EagleLayer:
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
         buffers = self._buffers(rows, count) if self.native is None else None
         if isinstance(buffers, Buffers):
-            after = lengths if left_out is None else lengths + left_out
-            positions = (after[:, None] + level.depth).clamp(max=len(self.table) - 1)
+            reached = lengths if left_out is None else lengths + left_out
+            positions = (reached[:, None] + level.depth).clamp(max=len(self.table) - 1)
             slots = lengths[:, None] + self.numbers[level.first : total]
             x = self._residual(tokens, level.of_parents(hidden))
             cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)

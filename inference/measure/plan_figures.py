@@ -36,9 +36,9 @@ def print_plan(facts: dict[str, Any]) -> None:
 def print_drafter_plan(facts: dict[str, Any]) -> None:
     """Two lines for each batch size and context length, to stdout: the best drafter, and the best one of the others."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    columns = ("rows", "tokens", "speed-up", "α", "E", "verify", "draft", "select", "α*", "drafter")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for column in ("rows", "tokens", "speed-up", "α", "E", "verify", "draft", "select", "α*"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("drafter", overflow="fold")
     for cell in facts["cells"]:
         for own in (cell, cell["second"]):
             if own is None:
@@ -52,7 +52,7 @@ def print_drafter_plan(facts: dict[str, Any]) -> None:
                 figures.append("none" if own["least_alpha"] > 1 else f"{own['least_alpha']:.2f}")
             table.add_row(*key, *figures, own["drafter"])
     out = make_console(stderr=False)
-    out.print(table, soft_wrap=True)
+    out.print(table)
     out.print(
         "Times are in plain steps, without prefills. α*: acceptance from which on it pays. The last column is decode.py's\n"
         "DRAFTER; none: plain decoding. second: the best of the other drafters and caches.",
