@@ -2,11 +2,11 @@
 grid's: is the planned drafter within 10 % of the best one?
 
     python benchmarks/plan_grid.py models/tiny-lm --settings 1x512 4x512 4x2048 16x3584 --out GRID/tiny-lm.json
-    python benchmarks/plan_grid.py models/smollm2 --drafters models/smollm2-eagle3 --settings 1x512 16x512 4x2048 1x6144 \\
-        --out GRID/smollm2.json
-    python benchmarks/plan_grid.py models/qwen2.5-coder-0.5b --settings 1x512 4x1024 --out GRID/coder-0.5b.json
+    python benchmarks/plan_grid.py models/smollm2 --drafters models/smollm2-eagle3 --entries 256 \\
+        --settings 1x512 16x512 4x2048 1x6144 --out GRID/smollm2.json
+    python benchmarks/plan_grid.py models/qwen2.5-coder-0.5b --entries 256 --settings 1x512 4x1024 --out GRID/coder-0.5b.json
     python benchmarks/plan_grid.py models/qwen2.5-coder-1.5b --drafters draft_model:models/qwen2.5-coder-0.5b \\
-        --settings 1x512 2x1024 --texts 1 --out GRID/coder-1.5b.json
+        --entries 256 --settings 1x512 2x1024 --texts 1 --new-tokens 32 --out GRID/coder-1.5b.json
 
 A setting is rows x cached tokens. First it is planned, as planner.py does it. Then its texts are prefilled once, and
 the planned drafter, each other drafter and cache with each of --drafts, and plain decoding continue them over real

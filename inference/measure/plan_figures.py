@@ -44,13 +44,13 @@ def print_drafter_plan(facts: dict[str, Any]) -> None:
             if own is None:
                 continue
             key = (str(cell["batch"]), str(cell["context"])) if own is cell else ("", "second")
-            alpha, figures = "–", [f"{own['speedup']:.2f}", "–", *["–"] * 5]
+            figures = ["–"] * 6
             if own["alpha"]:
-                alpha = f"{sum(own['alpha']) / len(own['alpha']):.2f}"
-                figures = [f"{own['speedup']:.2f}", alpha]
-                figures += [f"{own[name]:.2f}" for name in ("tokens", "verify", "draft", "select")]
-                figures.append("none" if own["least_alpha"] > 1 else f"{own['least_alpha']:.2f}")
-            table.add_row(*key, *figures, own["drafter"])
+                alpha = sum(own["alpha"]) / len(own["alpha"])
+                named = (own[name] for name in ("tokens", "verify", "draft", "select"))
+                least = "none" if own["least_alpha"] > 1 else f"{own['least_alpha']:.2f}"
+                figures = [*(f"{value:.2f}" for value in (alpha, *named)), least]
+            table.add_row(*key, f"{own['speedup']:.2f}", *figures, own["drafter"])
     out = make_console(stderr=False)
     out.print(table)
     out.print(
