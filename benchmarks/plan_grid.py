@@ -4,9 +4,9 @@ grid's: is the planned drafter within 10 % of the best one?
     python benchmarks/plan_grid.py models/tiny-lm --settings 1x512 4x512 4x2048 16x3584 --out GRID/tiny-lm.json
     python benchmarks/plan_grid.py models/smollm2 --drafters models/smollm2-eagle3 --entries 256 \\
         --settings 1x512 16x512 4x2048 1x6144 --out GRID/smollm2.json
-    python benchmarks/plan_grid.py models/qwen2.5-coder-0.5b --entries 256 --settings 1x512 4x1024 --out GRID/coder-0.5b.json
+    python benchmarks/plan_grid.py models/qwen2.5-coder-0.5b --entries 256 --settings 1x512 4x1024 --out GRID/0.5b.json
     python benchmarks/plan_grid.py models/qwen2.5-coder-1.5b --drafters draft_model:models/qwen2.5-coder-0.5b \\
-        --entries 256 --settings 1x512 2x1024 --texts 1 --new-tokens 32 --out GRID/coder-1.5b.json
+        --entries 256 --settings 1x512 2x1024 --texts 1 --new-tokens 32 --out GRID/1.5b.json
 
 A setting is rows x cached tokens. First it is planned, as planner.py does it. Then its texts are prefilled once, and
 the planned drafter, each other drafter and cache with each of --drafts, and plain decoding continue them over real
@@ -71,7 +71,6 @@ def check(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     before_imports(parser(), check)
 
-import itertools
 import time
 
 import torch
@@ -130,10 +129,11 @@ def measure_setting(
     (cell,) = facts["cells"]
     expected = {option["drafter"]: option for option in cell["options"]}
     grid: dict[str, partial[Drafter]] = {"none": partial(PlainDrafter, target.device)}
-    for each, drafts in ((each, drafts) for each in drafters for drafts in each.drafts):
-        name = each.option(drafts)
-        if name in expected and (drafts in args.drafts or each.own_tree or name == cell["drafter"]):
-            grid[name] = partial(each.make, drafts)
+    for each in drafters:
+        options = {each.option(drafts): drafts for drafts in each.drafts}
+        for name, drafts in options.items():
+            if drafts in args.drafts or each.own_tree or name == cell["drafter"]:
+                grid[name] = partial(each.make, drafts)
     planning = time.perf_counter() - began
     options = [expected[name] for name in grid if name in expected]
     seconds = sum(args.new_tokens / option["tokens"] * option["seconds"] for option in options)

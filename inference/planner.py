@@ -4,7 +4,7 @@ context lengths, the selector, the number of entries K and of drafted tokens γ 
 
     python inference/planner.py --target models/tiny-lm --contexts 512 2048 3584 --batch-sizes 1 4 16 --out PLAN.json
     python inference/decode.py --plan PLAN.json --target models/tiny-lm --prompts LONG.jsonl --batch-size 4
-    python inference/planner.py --target TARGET --drafters draft_model:SMALL draft_model:SMALLER runs/eagle --out PLAN.json
+    python inference/planner.py --target TARGET --drafters draft_model:SMALL draft_model:LESS runs/eagle --out PLAN.json
 
 Step costs are measured on this machine. Acceptance by depth is measured, by selector and K, on what the target itself
 writes after texts of each length: held-out modules, or --prompts. Then, of B rows with S cached tokens each,

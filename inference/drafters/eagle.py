@@ -107,9 +107,7 @@ class EagleDrafter(Drafter):
         other._take(tree, draws, selector)
         return other
 
-    def _take(
-        self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, selector: Selector | None
-    ) -> None:
+    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, selector: Selector | None) -> None:
         if selector is not None:
             check_selector(selector, self.eagle.config)
         self.tree, self.selector, self.reuses = tree, selector, selector is None

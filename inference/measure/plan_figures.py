@@ -54,8 +54,8 @@ def print_drafter_plan(facts: dict[str, Any]) -> None:
     out = make_console(stderr=False)
     out.print(table)
     out.print(
-        "Times are in plain steps, without prefills. α*: acceptance from which on it pays. The last column is decode.py's\n"
-        "DRAFTER; none: plain decoding. second: the best of the other drafters and caches.",
+        "Times are in plain steps, without prefills. α*: acceptance from which on it pays. drafter: as decode.py\n"
+        "takes it; none: plain decoding. second: the best of the other drafters and caches.",
         markup=False,
         highlight=False,
     )

@@ -33,8 +33,8 @@ COMMANDS = {
                   ()),
     "kernel_times": ("shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60", "rows", 2 * 5, ()),
     "medusa_step": ("--vocab 300 --width 64 --layers 1 --rows 1 --length 128 --repeat 1", "results", 2, ()),
-    "plan_grid": ("TARGET --device cpu --settings 1x64 2x64 --drafters draft_model:NEAR --entries 36 --selectors snapkv "
-                  "--drafts 1 2 --texts 1 --new-tokens 6 --rounds 1", "rows", 2, ()),
+    "plan_grid": ("TARGET --device cpu --settings 1x64 2x64 --drafters draft_model:NEAR --entries 36 --selectors "
+                  "snapkv --drafts 1 2 --texts 1 --new-tokens 6 --rounds 1", "rows", 2, ()),
     "quality": ("HEADS --sets arithmetic reasoning --count 5 --max-new-tokens 12 --temperature 0.9", "methods", 3, ()),
     "roofline": ("--depth 3 --nodes 15", "shapes", 3, ("out.png", "out-itself.png")),
     "serving": ("HEADS ngram --prompts PROMPTS --device cpu --batches 1 3 --loads 0.5 --requests 5 --rounds 1 "
@@ -224,7 +224,9 @@ CHECKS = {
 def test_a_grid_goes_on_where_it_ended(run, tmp_path):
     """Settings that a file holds are not measured again; figures of other options stay apart."""
     out, rows = tmp_path / "grid.json", []
-    words = "TARGET --device cpu --threads 1 --entries 36 --selectors snapkv --drafts 1 --texts 1 --new-tokens 4 --rounds 1"
+    words = (
+        "TARGET --device cpu --threads 1 --entries 36 --selectors snapkv --drafts 1 --texts 1 --new-tokens 4 --rounds 1"
+    )
     for settings in ("1x48", "1x48 2x48"):
         code, printed, err = run("plan_grid", f"{words} --settings {settings} --out {out}")
         assert code == 0 and f"of {len(settings.split())}" in printed, err

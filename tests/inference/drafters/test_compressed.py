@@ -164,13 +164,13 @@ def test_sinks_keep_their_distance_within_the_cache(make_target, family, selecto
     assert drafter.selections == [(0, len(PROMPT))]
     for _, length, count, own, full, text in drafter.seen:
         moved = len(PROMPT) - 20
-        keys = first_layer_keys(target, text[: sinks], moved)
-        torch.testing.assert_close(own[0][0][:, : sinks], keys, atol=1e-5, rtol=1e-4)
-        assert not torch.allclose(own[0][0][:, : sinks], full[0][0][:, : sinks], atol=1e-3)
-        assert torch.equal(own[0][1][:, : sinks], full[0][1][:, : sinks])  # values
+        keys = first_layer_keys(target, text[:sinks], moved)
+        torch.testing.assert_close(own[0][0][:, :sinks], keys, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(own[0][0][:, :sinks], full[0][0][:, :sinks], atol=1e-3)
+        assert torch.equal(own[0][1][:, :sinks], full[0][1][:, :sinks])  # values
         recent = range(length - count + sinks, length)
         for mine, all_ in zip(own[0], full[0], strict=True):
-            assert torch.equal(mine[:, sinks : count], all_[:, recent.start : recent.stop])
+            assert torch.equal(mine[:, sinks:count], all_[:, recent.start : recent.stop])
 
 
 def first_layer_keys(target, tokens, start):

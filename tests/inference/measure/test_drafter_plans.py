@@ -40,12 +40,18 @@ class Times(StepTimes):
         return lambda drafts: (10.0 + drafts + drafts * self.draft, 10.0 + drafts)
 
 
-@pytest.mark.parametrize(("name", "new_tokens", "share"), [("snapkv", 64, 0), ("snapkv", 300, 1 / 256), ("topk", 64, None)])
+@pytest.mark.parametrize(
+    ("name", "new_tokens", "share"), [("snapkv", 64, 0), ("snapkv", 300, 1 / 256), ("topk", 64, None)]
+)
 def test_predictions_are_the_formula(name, new_tokens, share):
     """share: of a selection, for each token; None: one in each step."""
-    each = Candidate(f"draft_model:x,{name}:64", lambda drafts: pytest.fail("not needed"), [1, 2, 3], Selector(name, 64))
+    each = Candidate(
+        f"draft_model:x,{name}:64", lambda drafts: pytest.fail("not needed"), [1, 2, 3], Selector(name, 64)
+    )
     options = predicted(each, Accepted([0.9, 0.8, 0.5], 0.5), Times(rows=4), new_tokens)
-    assert [option["drafter"] for option in options] == [f"draft_model:x,{name}:64@{','.join('1' * n)}" for n in (1, 2, 3)]
+    assert [option["drafter"] for option in options] == [
+        f"draft_model:x,{name}:64@{','.join('1' * n)}" for n in (1, 2, 3)
+    ]
     found, tokens = options[1], 1 + 0.9 + 0.9 * 0.8
     select = 4 * 0.5 * (1 if share is None else share * tokens)
     assert found["tokens"] == pytest.approx(tokens, abs=1e-4) and found["alpha"] == [0.9, 0.8]
@@ -193,7 +199,19 @@ def test_what_is_planned_can_be_decoded_with(planned, report_of, eagle_folder, t
 
 
 def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_lm, drafter, tmp_path):
-    plan = partial(run_main, planner.main, "--target", tiny_lm, "--device", "cpu", "--contexts", 48, "--batch-sizes", 1, "--drafters")
+    plan = partial(
+        run_main,
+        planner.main,
+        "--target",
+        tiny_lm,
+        "--device",
+        "cpu",
+        "--contexts",
+        48,
+        "--batch-sizes",
+        1,
+        "--drafters",
+    )
     for name, said in (
         ("ngram", "plans are of chains of"),
         (f"draft_model:{tiny_lm}@2,1", "plans are of chains of"),
