@@ -80,8 +80,6 @@ def check(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     before_imports(parser(), check)
 
-import itertools
-
 import torch
 
 from draftsmith.common.files import write_json
@@ -126,7 +124,7 @@ def main() -> None:
         facts = plan_drafters(target, chosen, *sizes, texts if given else args.texts, args.new_tokens, lean)
         print_drafter_plan(facts)
     else:
-        settings = [*itertools.product(selectors, args.entries)]
+        settings = [(selector, each) for selector in selectors for each in args.entries]
         facts = make_plan(target, *sizes, settings, given, args.texts, args.new_tokens, lean)
         print_plan(facts)
     if args.out and args.drafters:

@@ -27,19 +27,19 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.load import open_named
 from draftsmith.inference.drafters.names import DRAFT_MODEL, draft_model_of, folder_of
 from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Chunk
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
-from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.planning import acceptance_by_depth, expected_tokens, least_alpha
 from draftsmith.inference.measure.prefilled import MOST, Prefilled, by_depth, windows
-from draftsmith.inference.measure.step_costs import StepClock, chain_step, step_seconds
+from draftsmith.inference.measure.step_costs import StepClock, chain_step
 from draftsmith.models.target import Target
 
 TIMED = (1, 2, 4, 8)  # drafted tokens of steps that are timed; between them times are linear
-REPEATS = 4  # steps, of which the shortest counts
+REPEATS, MOST_REPEATS, SECONDS = 4, 40, 0.1  # steps, of which the shortest counts: at least, and until a limit of time
 ALL = tuple(range(1, MOST + 1))
 
 
@@ -81,7 +81,7 @@ def candidates(
     caches = [Selector(*each) for each in itertools.product(selectors, entries)]
     found = [Candidate(_named("", each)[1:], partial(_of_target, target, each), selector=each) for each in caches]
     for name in drafters:
-        _, drafter = load_drafter(name, target, all_nodes=True)
+        _, drafter = open_named(name, target, None, "auto", {})
         if isinstance(drafter, DraftModelDrafter) and drafter.num_nodes == drafter.max_depth + 1:
             found += _of_draft_model(name, drafter, target, caches)
         elif isinstance(drafter, EagleDrafter):
@@ -174,10 +174,16 @@ def drafted_step_seconds(target: Target, drafter: Drafter, rows: int, cached: in
             features = torch.zeros(count, width, dtype=target.dtype, device=target.device)
             drafter.prefill(features, Chunk.of([(row, start, [0] * count)], target.device))
     drafter.begin(slice(0, rows))
+    return shortest(step, cached)
+
+
+def shortest(step: Step, cached: int) -> float:
+    """Seconds of the shortest of several steps whose rows have ``cached`` tokens; the first one, which selects entries,
+    allocates, and captures a graph, does not count."""
     seconds: list[float] = []
-    for _ in range(1 + REPEATS):  # the first one selects entries, allocates, and captures a graph
+    while len(seconds) < 1 + REPEATS or (len(seconds) < MOST_REPEATS and sum(seconds[1:]) < SECONDS):
         step.cache.lengths.fill_(cached)
-        seconds.append(StepClock().timed(lambda: step.launch()(), target.device)())
+        seconds.append(StepClock().timed(lambda: step.launch()(), step.device)())
     return min(seconds[1:])
 
 
@@ -197,7 +203,7 @@ class StepTimes:
         """Of the target's pass over so many nodes; one node is a plain step."""
         if nodes not in self.by_nodes:
             step = chain_step(self.target, self.lean, self.rows, self.cached, nodes)
-            self.by_nodes[nodes] = min([step_seconds(step, self.cached) for _ in range(1 + REPEATS)][1:])
+            self.by_nodes[nodes] = shortest(step, self.cached)
         return self.by_nodes[nodes]
 
     def drafted(self, each: Candidate) -> Callable[[int], tuple[float, float]]:

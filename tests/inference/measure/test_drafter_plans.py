@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ class Times(StepTimes):
     """Seconds by hand: a plain step 10, each further node 1, each drafted token ``draft``."""
 
     def __init__(self, rows=1, draft=2.0):
-        super().__init__(None, rows, 512, None)
+        no_target: Any = None
+        super().__init__(no_target, rows, 512, None)
         self.draft = draft
 
     def verify(self, nodes):
@@ -115,7 +117,7 @@ def test_continuations_of_every_kind_are_the_engines(kinds):
 def test_timed_steps_draft_after_as_many_tokens(kinds):
     """Whatever the texts are, caches hold what they hold after texts of S tokens."""
     target, makers = kinds
-    held = {"itself": [16] * 6, "a draft model": [50] * 6, "a compressed one": [K] * 6, "EAGLE": [49] * 6}
+    held = {"itself": 16, "a draft model": 50, "a compressed one": K, "EAGLE": 49, "EAGLE over a window": 16}
     for name, make in makers.items():
         drafter, seen = make(2), []
         propose = drafter.propose
@@ -132,7 +134,7 @@ def test_timed_steps_draft_after_as_many_tokens(kinds):
 
         drafter.propose = spy
         assert drafted_step_seconds(target, drafter, 2, 50, None) > 0
-        assert [int(each.max()) for each in seen] == held.get(name, [16] * 6)[: len(seen)] and len(seen) == 5, name
+        assert {int(each.max()) for each in seen} == {held[name]} and len(seen) > 4, name
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,7 @@ def test_the_command_chooses_among_drafters(planned, tiny_lm, eagle_folder):
 def test_what_is_planned_can_be_decoded_with(planned, report_of, eagle_folder, tiny_lm, long_prompts, tmp_path):
     facts = json.loads(planned[0].read_text())
     given = f"--target {tiny_lm} --prompts {long_prompts} --max-new-tokens 8 --device cpu --check-lossless"
-    for name in (f"draft_model:{tiny_lm},snapkv:{K}@1,1", f"{eagle_folder},streamingllm:{K}@1,1", f"{eagle_folder}"):
+    for name in (f"draft_model:{tiny_lm},snapkv:{K}@1,1", f"{eagle_folder},streamingllm:{K}@1,1"):
         for cell in facts["cells"]:
             cell["drafter"] = name
         plan = tmp_path / "plan.json"
@@ -198,7 +200,7 @@ def test_what_is_planned_can_be_decoded_with(planned, report_of, eagle_folder, t
         assert report["drafter"] == name and report["lossless"]["passed"]
 
 
-def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_lm, drafter, tmp_path):
+def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_lm, drafter):
     plan = partial(
         run_main,
         planner.main,
@@ -212,11 +214,7 @@ def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_
         1,
         "--drafters",
     )
-    for name, said in (
-        ("ngram", "plans are of chains of"),
-        (f"draft_model:{tiny_lm}@2,1", "plans are of chains of"),
-        (tmp_path / "none", "there is no"),
-    ):
-        assert said in error_of(plan(name, script="inference/planner.py"))
+    for name in ("ngram", f"draft_model:{tiny_lm}@2,1"):
+        assert "plans are of chains of" in error_of(plan(name, script="inference/planner.py"))
     said = "only an EAGLE drafter takes what follows the folder"
     assert said in error_of(run_decode(f"{drafter},streamingllm:64 --prompt a"))
