@@ -6,8 +6,9 @@ For B rows with S cached tokens each, by drafter, selector, number of entries K 
     speed-up = E · T_plain / (T_step + T_select),   E = 1 + α₁ + α₁ α₂ + … + α₁ … α_γ
 
 T_plain and T_step are times of whole steps on this machine, at B and S: plain ones, and those that draft γ tokens. What
-a step takes does not depend on the texts, so that their caches hold zeros. T_step − T_draft is T_verify, the time of a
-step of the target with γ + 1 nodes. α by depth is counted after texts of S tokens that are not those to be decoded.
+a step takes does not depend on the texts, so that their caches hold zeros. Of T_step, T_verify is the time of the
+target with γ + 1 nodes, T_draft the rest. α by depth is counted after texts of S tokens, others than those to be
+decoded.
 
 Shape letters: B rows, S cached tokens, K entries, γ drafted tokens of a step.
 """
@@ -189,7 +190,7 @@ def shortest(step: Step, cached: int) -> float:
 
 @dataclass
 class StepTimes:
-    """Seconds of steps of B rows with S cached tokens each, each measured when it is first asked for."""
+    """Seconds of steps of B rows with S cached tokens each."""
 
     target: Target
     rows: int
@@ -197,55 +198,61 @@ class StepTimes:
     lean: bool | None
 
     def __post_init__(self) -> None:
-        self.by_nodes: dict[int, float] = {}
+        self.by_nodes: dict[int, float] = {}  # of the target's pass
 
-    def verify(self, nodes: int) -> float:
-        """Of the target's pass over so many nodes; one node is a plain step."""
-        if nodes not in self.by_nodes:
-            step = chain_step(self.target, self.lean, self.rows, self.cached, nodes)
-            self.by_nodes[nodes] = shortest(step, self.cached)
-        return self.by_nodes[nodes]
+    @property
+    def plain(self) -> float:
+        """Of a plain step. If a larger one was measured to be faster, other work disturbed the smaller one's
+        measurement: the larger one's counts."""
+        return min(self.by_nodes.values())
 
-    def drafted(self, each: Candidate) -> Callable[[int], tuple[float, float]]:
-        """(T_step, T_verify) by γ."""
+    def drafted(self, each: Candidate) -> "Drafted":
+        """(T_step, T_verify) by γ. Plain steps are timed again with each drafter, so that other work meets both."""
         points = [drafts for drafts in TIMED if drafts in each.drafts] or [*each.drafts]
         drafters = [each.make(drafts) for drafts in points]
         sizes = [drafter.num_nodes for drafter in drafters]
+        for nodes in {1, *(size for size in sizes if size not in self.by_nodes)}:
+            seconds = shortest(chain_step(self.target, self.lean, self.rows, self.cached, nodes), self.cached)
+            self.by_nodes[nodes] = min(seconds, self.by_nodes.get(nodes, seconds))
         steps = [drafted_step_seconds(self.target, each, self.rows, self.cached, self.lean) for each in drafters]
-        verify = [self.verify(nodes) for nodes in sizes]
+        steps = np.minimum.accumulate(steps[::-1])[::-1]
+        verify = [self.by_nodes[nodes] for nodes in sizes]
         return lambda drafts: (float(np.interp(drafts, points, steps)), float(np.interp(drafts, points, verify)))
 
 
-def predicted(each: Candidate, own: Accepted, times: StepTimes, new_tokens: int) -> list[dict[str, Any]]:
-    """What each γ of a candidate is expected to give; times are in plain steps. The first selection counts with the
-    prefill; others are made after every 256 new tokens, by topk in each step."""
-    seconds, plain, found = times.drafted(each), times.verify(1), list[dict[str, Any]]()
+Drafted = Callable[[int], tuple[float, float]]
+
+
+def predicted(
+    each: Candidate, own: Accepted, seconds: Drafted, rows: int, plain: float, new_tokens: int
+) -> list[dict[str, Any]]:
+    """What each γ of a candidate is expected to give; times are in plain steps, and verification takes one at least, so
+    that no speed-up is above E. The first selection counts with the prefill; others are made after every 256 new
+    tokens, by topk in each step."""
+    found: list[dict[str, Any]] = []
     for drafts in each.drafts:
         step, verify = seconds(drafts)
         tokens, selecting = expected_tokens(own.alpha[:drafts]), 0.0
         if each.selector is not None and (each.selector.name == "topk" or new_tokens > APPENDED):
             share = 1.0 if each.selector.name == "topk" else tokens / APPENDED
-            selecting = own.select * times.rows * share
-        cost = (step + selecting) / plain
-        figures = {
-            "speedup": tokens / cost,
-            "tokens": tokens,
-            "verify": verify / plain,
+            selecting = own.select * rows * share
+        parts = {
+            "verify": max(1.0, verify / plain),
             "draft": max(0.0, step - verify) / plain,
             "select": selecting / plain,
-            "least_alpha": least_alpha(cost, drafts),
-            "seconds": step,
         }
+        cost = sum(parts.values())
+        figures = {"speedup": tokens / cost, "tokens": tokens, **parts, "least_alpha": least_alpha(cost, drafts)}
+        rounded = {name: round(value, 4) for name, value in figures.items()}
         alpha = [round(alpha, 4) for alpha in own.alpha[:drafts]]
-        rounded = {name: round(value, 6 if name == "seconds" else 4) for name, value in figures.items()}
-        found.append({"drafter": each.option(drafts), **rounded, "alpha": alpha})
+        found.append({"drafter": each.option(drafts), **rounded, "alpha": alpha, "seconds": round(step, 6)})
     return found
 
 
-def plain_decoding(times: StepTimes) -> dict[str, Any]:
+def plain_decoding(plain: float) -> dict[str, Any]:
     """It as one of the choices."""
     figures = {"speedup": 1.0, "tokens": 1.0, "verify": 1.0, "draft": 0.0, "select": 0.0, "least_alpha": None}
-    return {"drafter": "none", **figures, "seconds": round(times.verify(1), 6), "alpha": []}
+    return {"drafter": "none", **figures, "alpha": [], "seconds": round(plain, 6)}
 
 
 def plan_drafters(
@@ -273,6 +280,8 @@ def plan_drafters(
         done = itertools.count(1)
         for context in contexts:
             own = [each for each in chosen if each.selector is None or each.selector.entries < context]
+            if not own:
+                raise ValueError(f"--contexts {context}: all caches hold as many entries or more; give fewer --entries")
             read = windows(target, "books", texts, context) if isinstance(texts, int) else texts[context]
             found = accepted(target, own, read, new_tokens)
             measured += [
@@ -282,9 +291,13 @@ def plan_drafters(
             advance(next(done))
             for rows in batches:
                 times = StepTimes(target, rows, context, lean)
-                options = [predicted(each, of, times, new_tokens) for each, of in zip(own, found, strict=True)]
+                steps = [times.drafted(each) for each in own]
+                options = [
+                    predicted(each, of, seconds, rows, times.plain, new_tokens)
+                    for each, of, seconds in zip(own, found, steps, strict=True)
+                ]
                 best = [max(each, key=lambda option: option["speedup"]) for each in options]
-                best = sorted([*best, plain_decoding(times)], key=lambda option: -option["speedup"])
+                best = sorted([*best, plain_decoding(times.plain)], key=lambda option: -option["speedup"])
                 cell = {"batch": rows, "context": context, **best[0], "second": best[1] if len(best) > 1 else None}
                 cells.append(cell | {"options": [*itertools.chain(*options)]})
                 advance(next(done))

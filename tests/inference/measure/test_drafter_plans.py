@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -30,13 +29,10 @@ K = 36
 class Times(StepTimes):
     """Seconds by hand: a plain step 10, each further node 1, each drafted token ``draft``."""
 
-    def __init__(self, rows=1, draft=2.0):
-        no_target: Any = None
-        super().__init__(no_target, rows, 512, None)
-        self.draft = draft
+    plain = property(lambda self: 10.0)
 
-    def verify(self, nodes):
-        return 9.0 + nodes
+    def __init__(self, rows=1, draft=2.0):
+        self.rows, self.draft = rows, draft
 
     def drafted(self, each):
         return lambda drafts: (10.0 + drafts + drafts * self.draft, 10.0 + drafts)
@@ -50,7 +46,8 @@ def test_predictions_are_the_formula(name, new_tokens, share):
     each = Candidate(
         f"draft_model:x,{name}:64", lambda drafts: pytest.fail("not needed"), [1, 2, 3], Selector(name, 64)
     )
-    options = predicted(each, Accepted([0.9, 0.8, 0.5], 0.5), Times(rows=4), new_tokens)
+    own = Accepted([0.9, 0.8, 0.5], 0.5)
+    options = predicted(each, own, Times().drafted(each), 4, 10.0, new_tokens)
     assert [option["drafter"] for option in options] == [
         f"draft_model:x,{name}:64@{','.join('1' * n)}" for n in (1, 2, 3)
     ]
@@ -62,6 +59,8 @@ def test_predictions_are_the_formula(name, new_tokens, share):
     assert found["speedup"] == pytest.approx(10 * tokens / (16 + select), abs=1e-4)
     least = found["least_alpha"]
     assert 1 + least + least**2 == pytest.approx((16 + select) / 10, abs=1e-3)
+    (_, fast, _) = predicted(each, own, lambda drafts: (1.0, 2.0), 4, 10.0, 64)  # other work disturbed plain steps
+    assert fast["speedup"] <= fast["tokens"] and (fast["verify"], fast["draft"]) == (1, 0)
 
 
 def test_the_fastest_drafter_is_chosen_and_the_next_one_named(monkeypatch, make_target):
