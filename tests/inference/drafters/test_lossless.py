@@ -52,8 +52,9 @@ def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **opti
     return DraftModelDrafter(ssm, target, tree, draft_vocab=some_ids(target) if ids else None, **options)
 
 
-def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False):
-    return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree])
+def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False, entries=0):
+    selector = Selector("streamingllm", entries) if entries else None
+    return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree], selector=selector)
 
 
 def small_eagle(_, target, tree, kind="eagle3", ids=False, draws="without_replacement", lists=None):
@@ -114,6 +115,8 @@ EXACT = {
     "EAGLE-1": (DEEPER, ALL),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
+    "EAGLE-3 over a window": (of(eagle, entries=12), (STATIC, COUPLED, GREEDY)),
+    "EAGLE-3's dynamic tree over a window": (of(eagle, tree="dynamic", entries=12), (WARM_UP, GREEDY)),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
