@@ -9,6 +9,7 @@ Shape letters: S sequences, T tokens, K depths, n drafters of an ensemble, A ans
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,25 @@ from torch import Tensor
 from draftsmith.inference.drafters.dynaspec import read_parts
 from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
 from draftsmith.inference.drafters.family import family_of
+from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.measure.rollouts import BEST, Drafts, kept, open_eagle_drafts, record
 from draftsmith.inference.measure.step_costs import StepCosts, draft_time
+from draftsmith.inference.measure.tree_search import Candidate, ComparedTree, simulate_dynamic
 from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
     chained_ranks,
     eagle_ranks,
     ensemble_facts,
-    head_ranks,
+    head_choices,
     matched_answers,
     next_token_ranks,
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import Confidence
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -59,7 +63,9 @@ class Calibration:
         the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
         out, drafting takes the same time whatever the tree.
     decoding: (target, a fixed tree or the shape of a dynamic one) → the drafter that proposes all of its nodes; for a
-        family whose drafters may grow dynamic trees.
+        family whose drafters may grow dynamic trees, with passes of their own for each level.
+    dynamic: (target, the fastest fixed tree, step costs) → dynamic trees beside it, on the text on which ``ranks`` were
+        counted; for a family that drafts all levels of them in one pass.
     """
 
     max_depth: int
@@ -67,6 +73,7 @@ class Calibration:
     facts: Callable[[Tensor], dict[str, Any]] | None = None
     step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
     decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
+    dynamic: Callable[[Target, Candidate, StepCosts], list[ComparedTree]] | None = None
 
 
 def eagle(
@@ -98,13 +105,24 @@ def eagle(
 
 
 def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
+    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads. Dynamic ones are
+    simulated on the ranks of the whole text, which are kept with the heads' probabilities."""
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    counted: list[tuple[Tensor, Tensor]] = []  # ranks and log q of each batch
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        return head_ranks(target, heads.to(target.device), tokens, supervised)
+        counted.append(head_choices(target, heads.to(target.device), tokens, supervised))
+        return counted[-1][0]
 
-    return Calibration(heads.config.num_draft_heads, ranks)
+    def dynamic(target: Target, fixed: Candidate, costs: StepCosts) -> list[ComparedTree]:
+        own = deepcopy(heads)  # which a drafter casts
+
+        def drafting(tree: Topology | DynamicShape, confidence: Confidence | None) -> float:
+            return draft_time(MedusaDrafter(own, tree, target, confidence=confidence), target, costs)
+
+        return simulate_dynamic(counted, fixed, costs, drafting)
+
+    return Calibration(heads.config.num_draft_heads, ranks, dynamic=dynamic)
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:

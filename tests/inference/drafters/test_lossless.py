@@ -47,6 +47,13 @@ def heads(_, target, ids=False):
     return MedusaDrafter(noisy_heads(target, 0.02), TREE, target, ACCEPTANCES)
 
 
+def likely_heads(_, target, ids=False):
+    """In dynamic trees."""
+    places = torch.arange(0, target.vocab_size, 2) if ids else None
+    made = noisy_heads(target, 0.1 if ids else 0.02, "shared", seed=2, ids=places)
+    return MedusaDrafter(made, DynamicShape(2 if ids else 3, 3, 6), target)
+
+
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
     ssm = perturbed(target, noise, vocabulary)
     return DraftModelDrafter(ssm, target, tree, draft_vocab=some_ids(target) if ids else None, **options)
@@ -108,6 +115,7 @@ HEADS, MODEL, DEEPER, NGRAM = of(heads), of(model), of(eagle, tree="chain", kind
 EXACT = {
     "n-grams": (NGRAM, ALL),
     "heads of a draft vocabulary": (of(heads, ids=True), (COUPLED, APART)),
+    "heads in dynamic trees": (of(likely_heads), ALL),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1), noise=0.1), ALL),
     "a draft model's tree": (of(model, tree=SPARSE, noise=0.1), ALL),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), (GREEDY, COUPLED)),
@@ -124,6 +132,7 @@ EXACT = {
     "streamingllm of a draft model": (of(compressed, name="streamingllm", own=False), (COUPLED, APART, GREEDY)),
     "topk of a draft model": (of(compressed, name="topk", own=False), (COUPLED, APART, GREEDY)),
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
+    "heads in dynamic trees and n-grams": (merged(of(likely_heads), of(ngram)), (STATIC, COUPLED, GREEDY)),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
@@ -179,6 +188,7 @@ SAMPLED = {
     "n-grams, static": (of(ngram), "plain", True),
     "n-grams": (of(ngram), "cut", False),
     "heads of a draft vocabulary": (of(heads, ids=True), "cut", False),
+    "heads in dynamic trees": (of(likely_heads, ids=True), "cut", True),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1)), "cut", False),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), "cut", False),
     "a draft model of more tokens": (of(model, tree=(2, 1), vocabulary=7), "plain", False),
