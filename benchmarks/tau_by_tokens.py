@@ -77,6 +77,9 @@ def check(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 3:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: at least 3, so that a draft can be right or wrong")
     check_once("--chains", args.chains)
+    check_once("--nodes", args.nodes or [])
+    if min(args.nodes or [2]) < 2:
+        raise ValueError(f"--nodes {min(args.nodes)}: a tree has at least 2 nodes, the root and one draft")
     folders = [folder for folder, _ in map(given, args.drafters)]
     check_once("", folders)
     check_names(folders, args.target)
