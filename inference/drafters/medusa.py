@@ -15,8 +15,14 @@ from torch import Tensor
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.dynamic import DynamicShape, read_dynamic
-from draftsmith.inference.trees.independent import Confidence, IndependentTree, possible_paths, read_confidence
-from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
+from draftsmith.inference.trees.independent import (
+    Confidence,
+    IndependentTree,
+    RankTree,
+    possible_paths,
+    read_confidence,
+)
+from draftsmith.inference.verify.tree import TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -54,48 +60,31 @@ class MedusaDrafter(Drafter):
         self.device = target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
         _check_tree(tree, heads.config)
-        self.acceptance: Tensor | None = None  # [1, N]
-        self.dynamic: IndependentTree | None = None
         if isinstance(tree, DynamicShape):
-            self.dynamic, self.has_acceptance = IndependentTree(tree, self.device, confidence), True
+            self.tree, self.has_acceptance = IndependentTree(tree, self.device, confidence), True
             self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
             self.branching = tree.branching
         else:
-            self._fix(tree, acceptances)
+            self.tree, self.has_acceptance = RankTree(tree, self.device, acceptances), acceptances is not None
+            self.num_nodes, self.max_depth, self.ranks = tree.num_nodes, tree.max_depth, self.tree.ranks
+            self.branching = max(tree.parents.count(node) for node in range(tree.num_nodes))
         spread = target.spread and heads.draft_vocab is None
         self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
-
-    def _fix(self, topology: Topology, acceptances: Sequence[float] | None) -> None:
-        """Take a fixed tree."""
-        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
-        self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        weights = None if acceptances is None else [1.0, *acceptances]
-        self.tree = StaticTree(topology.parents, self.device, weights)
-        self.ranks = topology.max_rank + 1
-        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
-        self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
-        self.has_acceptance = weights is not None
-        self.acceptance = None if weights is None else torch.tensor([weights], device=self.device)
 
     def skip(self, state: State) -> None:
         """Nothing: heads keep no state."""
 
     def propose(self, state: State) -> TokenTree:
-        if self.dynamic is not None:
-            return self.dynamic.grow(state.root, *self._likeliest(state, self.dynamic))
-        acceptance = None if self.acceptance is None else self.acceptance.expand(len(state.root), -1)
-        if not len(self.choice):
-            return self.tree.fill(state.root[:, None], acceptance=acceptance)
+        if isinstance(self.tree, IndependentTree):
+            return self.tree.grow(state.root, *self._likeliest(state, self.tree))
+        if not self.max_depth:
+            return self.tree.fill(state.root, state.root[:, None, None])
         if state.noise is not None:
             depths, ids = self.depths[: self.max_depth], self.heads.draft_vocab
-            *_, best = state.noise.best(self._logits(state.feature), depths, self.ranks, ids)
-            drafts = best.flatten(1).index_select(1, self.choice)
+            *_, tokens = state.noise.best(self._logits(state.feature), depths, self.ranks, ids)
         else:
-            best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
-            drafts = self.heads.tokens(best.index_select(1, self.choice))  # [B, N − 1]
-        tokens = torch.cat([state.root[:, None], drafts], 1)
-        return self.tree.fill(tokens, acceptance=acceptance)
+            tokens = self.heads.tokens(self._best(state.feature).transpose(0, 1))
+        return self.tree.fill(state.root, tokens)  # [B, K, R]
 
     def _logits(self, feature: Tensor) -> Tensor:
         """``[B, d] → [B, K, S]``, scaled or capped as the target's own."""

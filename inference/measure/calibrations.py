@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.dynaspec import read_parts
-from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
+from draftsmith.inference.drafters.eagle import EagleDrafter, check_context, to_target
 from draftsmith.inference.drafters.family import family_of
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
@@ -31,6 +32,7 @@ from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
     chained_ranks,
+    eagle_choices,
     eagle_ranks,
     ensemble_facts,
     head_choices,
@@ -81,6 +83,12 @@ def eagle(
 ) -> Calibration:
     """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
     layer = Eagle.from_artifact(config, weights, str(folder))
+    if depth := min(DEPTH, layer.config.parallel):
+        return _of_one_pass(
+            depth,
+            lambda target, *rows: eagle_choices(target, to_target(layer, target), *rows, depth),
+            lambda tree, target, confidence: ParallelEagleDrafter(layer, target, tree, confidence=confidence),
+        )
     drafters: list[EagleDrafter] = []
 
     def first(target: Target) -> EagleDrafter:
@@ -105,24 +113,36 @@ def eagle(
 
 
 def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads. Dynamic ones are
-    simulated on the ranks of the whole text, which are kept with the heads' probabilities."""
+    """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    counted: list[tuple[Tensor, Tensor]] = []  # ranks and log q of each batch
+    return _of_one_pass(
+        heads.config.num_draft_heads,
+        lambda target, *rows: head_choices(target, heads.to(target.device), *rows),
+        # A drafter casts its heads: copies.
+        lambda tree, target, confidence: MedusaDrafter(deepcopy(heads), tree, target, confidence=confidence),
+    )
+
+
+def _of_one_pass(
+    depth: int,
+    choices: Callable[..., tuple[Tensor, Tensor]],
+    drafter: Callable[[Topology | DynamicShape, Target, Confidence | None], Drafter],
+) -> Calibration:
+    """Of a drafter that drafts all levels in one pass. Dynamic trees are simulated on the ranks of the whole text, which
+    are kept with the drafter's probabilities. ``choices``: (target, tokens, supervised) → both."""
+    counted: list[tuple[Tensor, Tensor]] = []  # of each batch
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        counted.append(head_choices(target, heads.to(target.device), tokens, supervised))
+        counted.append(choices(target, tokens, supervised))
         return counted[-1][0]
 
     def dynamic(target: Target, fixed: Candidate, costs: StepCosts) -> list[ComparedTree]:
-        own = deepcopy(heads)  # which a drafter casts
-
         def drafting(tree: Topology | DynamicShape, confidence: Confidence | None) -> float:
-            return draft_time(MedusaDrafter(own, tree, target, confidence=confidence), target, costs)
+            return draft_time(drafter(tree, target, confidence), target, costs)
 
         return simulate_dynamic(counted, fixed, costs, drafting)
 
-    return Calibration(heads.config.num_draft_heads, ranks, dynamic=dynamic)
+    return Calibration(depth, ranks, dynamic=dynamic)
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:

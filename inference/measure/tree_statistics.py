@@ -17,7 +17,7 @@ Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n dra
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,45 +114,69 @@ def head_choices(
     −∞ where no step begins, and everywhere unless they are asked for (R: :data:`MAX_RANK`, or as many as a head chooses
     from)."""
     num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
-    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
-    log_q = torch.full((*ranks.shape, top), -torch.inf)
     begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, num_heads)
     hidden = target.hidden(tokens.long().to(target.device))[begins.to(target.device)]  # [P, d]
-    for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
+    features = enumerate(heads.features(hidden.to(heads.weight.dtype)))
+    logits = ((heads.head_logits(k, chunk, draft_head) for chunk in each.split(LOGITS)) for k, each in features)
+    after = target.after_head if with_log_q and target.changes_logits else None
+    return _choices(logits, heads.tokens, labels, begins, min(MAX_RANK, heads.config.outputs), with_log_q, after)
+
+
+def _choices(
+    logits: Iterable[Iterable[Tensor]],
+    tokens: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    begins: Tensor,
+    top: int,
+    with_log_q: bool,
+    after: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Ranks ``[B, T, K]`` and log q ``[B, T, K, R]`` of :func:`head_choices`, from the logits at the positions where a
+    step begins, in chunks, by depth. ``tokens``: of places of the logits; ``after``: scales or caps these."""
+    ranks, log_q = torch.full_like(labels, -1), torch.full((*labels.shape, top), -torch.inf)
+    for k, chunks in enumerate(logits):
         best: list[Tensor] = []
         values: list[Tensor] = []
-        for chunk in features.split(LOGITS):
-            logits = heads.head_logits(k, chunk, draft_head)
-            if with_log_q and target.changes_logits:  # which does not change their order
-                logits = target.after_head(logits)
-            found = logits.topk(top, -1)
-            best.append(heads.tokens(found.indices).cpu())
+        for chunk in chunks:
+            own = chunk if after is None else after(chunk)  # which does not change their order
+            found = own.topk(top, -1)
+            best.append(tokens(found.indices).cpu())
             if with_log_q:
-                values.append((found.values.float() - logits.float().logsumexp(-1, keepdim=True)).cpu())
+                values.append((found.values.float() - own.float().logsumexp(-1, keepdim=True)).cpu())
         ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
         if with_log_q:
             log_q[..., k, :][begins] = torch.cat(values)
     return ranks, log_q
 
 
-@torch.no_grad()
 def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
     drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
     of :func:`head_ranks`; ``depth``: K.
     """
-    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    return eagle_choices(target, eagle, tokens, supervised, depth, with_log_q=False)[0]
+
+
+@torch.no_grad()
+def eagle_choices(
+    target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int, with_log_q: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`eagle_ranks`, and log probabilities as those of :func:`head_choices`."""
     top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
     dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
     begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, depth)
     rows, places = tokens.to(target.device), marked_places(begins)  # [B, P]
     begun = begins.gather(1, places)
     features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
-    for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
-        chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
-        best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
-        ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
-    return ranks
+    outs = eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))
+    logits = ((draft_head(chunk) for chunk in out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)) for out in outs)
+    scaled = with_log_q and eagle.lm_head is None and target.changes_logits
+    after = target.after_head if scaled else None
+
+    def ids(chosen: Tensor) -> Tensor:
+        return eagle.tokens(chosen.to(eagle.fc.weight.device))
+
+    return _choices(logits, ids, labels, begins, top, with_log_q, after)
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Dynamic trees of drafters whose positions are independent given the text, as Medusa heads: in every step the N − 1
-likeliest prefixes of what they propose (best-first, as DDTree, arXiv 2604.12989).
+"""Trees of drafters whose positions are independent given the text, as Medusa heads: fixed ones of ranks, and dynamic
+ones, in every step the N − 1 likeliest prefixes of what they propose (best-first, as DDTree, arXiv 2604.12989).
 
 Depth d has the same distribution q_d whatever tokens come before, so one pass gives the values of all paths: that of the
 path of ranks (r_1, …, r_d) is Σ_i log q_i(r_i). A heap would pop the likeliest node, then add its next sibling and its
@@ -16,6 +16,7 @@ nodes are one-hot draws, and verification is exact at any temperature.
 Shape letters: B rows, D depth, R ranks, N nodes, M possible paths, the root's included.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.inference.trees.dynamic import DynamicShape, own_bits
-from draftsmith.inference.verify.tree import Ranks, TokenTree, read_content
+from draftsmith.inference.verify.tree import Ranks, StaticTree, TokenTree, Topology, read_content
 from draftsmith.kernels.grow import Candidates, select_tree
 
 MAX_PATHS = 1 << 14  # possible paths: each step computes a value for each of them
@@ -144,3 +145,23 @@ class IndependentTree:
             candidates, self.depths, self.bits, self.shape.depth
         )
         return TokenTree(tokens, parent, depth, ancestors, valid, acceptance=acceptance)
+
+
+class RankTree:
+    """A fixed tree of ranks of a drafter whose positions are independent. ``acceptances``: acceptance probability of
+    each path of the topology, in its order, which its trees then have."""
+
+    def __init__(self, topology: Topology, device: torch.device, acceptances: Sequence[float] | None = None) -> None:
+        weights = None if acceptances is None else [1.0, *acceptances]
+        self.tree = StaticTree(topology.parents, device, weights)
+        self.ranks = topology.max_rank + 1
+        # Node i takes candidate [depth − 1, last rank of its path]; depths the tree does not use are not drafted.
+        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
+        self.own = torch.tensor(flat, dtype=torch.int64, device=device)
+        self.acceptance = None if weights is None else torch.tensor([weights], device=device)  # [1, N]
+
+    def fill(self, root: Tensor, tokens: Tensor) -> TokenTree:
+        """The tree of roots ``[B]`` and of the R best tokens of each depth, ``[B, D, R]`` int64."""
+        acceptance = None if self.acceptance is None else self.acceptance.expand(len(root), -1)
+        below = tokens.flatten(1).index_select(1, self.own)
+        return self.tree.fill(torch.cat((root[:, None], below), 1), acceptance=acceptance)

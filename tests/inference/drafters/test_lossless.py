@@ -15,6 +15,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -61,6 +62,10 @@ def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **opti
 
 def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False):
     return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree])
+
+
+def one_pass(make_target, target, tree="sparse", ids=False):
+    return ParallelEagleDrafter(fitted(target, make_target, "parallel", ids), target, TREES[tree])
 
 
 def small_eagle(_, target, tree, kind="eagle3", ids=False, draws="without_replacement", lists=None):
@@ -122,6 +127,9 @@ EXACT = {
     "EAGLE-1": (DEEPER, ALL),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
+    "P-EAGLE": (of(one_pass, ids=True), ALL),
+    "P-EAGLE's dynamic tree": (of(one_pass, tree="dynamic"), (STATIC, COUPLED, GREEDY)),
+    "P-EAGLE and n-grams": (merged(of(one_pass, tree="dynamic"), of(ngram)), (COUPLED, GREEDY)),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -203,6 +211,7 @@ SAMPLED = {
     "EAGLE-3, one-hot": (of(small_eagle, tree=SPARSE, kind="shared", ids=True, draws="none"), "cut", False),
     "EAGLE-1": (of(small_eagle, tree=(1, 1, 1), kind="eagle1"), "cut", False),
     "EAGLE-3's dynamic tree": (of(small_eagle, tree=DynamicShape(3, 3, 9), ids=True), "plain", True),
+    "P-EAGLE": (of(one_pass), "cut", False),
     "EAGLE-3 and n-grams": (merged(of(small_eagle, tree=(2,)), of(ngram, depth=1), nodes=8), "plain", False),
     "FR-Spec": (of(small_eagle, tree=(1, 1, 1), ids=True, lists=LISTS["static"]), "cut", False),
     "DynaSpec": (of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), "plain", True),
