@@ -14,18 +14,18 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.trees.dynamic import DynamicShape, read_dynamic
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import (
     Confidence,
     IndependentTree,
     RankTree,
-    possible_paths,
-    read_confidence,
+    check_tree,
+    read_independent,
 )
-from draftsmith.inference.verify.tree import TokenTree, Topology, read_candidates, read_weighed
+from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk
 from draftsmith.kernels.linear import kernel_weight
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 HAS_TREE = True
@@ -59,7 +59,7 @@ class MedusaDrafter(Drafter):
         self.draft_head = heads.draft_head(target.lm_head)
         self.device = target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
-        _check_tree(tree, heads.config)
+        check_tree(tree, heads.config.num_draft_heads, heads.config.outputs)
         if isinstance(tree, DynamicShape):
             self.tree, self.has_acceptance = IndependentTree(tree, self.device, confidence), True
             self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
@@ -117,20 +117,6 @@ class MedusaDrafter(Drafter):
         return tree.log_acceptance(log_q), tokens
 
 
-def _check_tree(tree: Topology | DynamicShape, config: MedusaConfig, where: str = "") -> None:
-    depth = tree.depth if isinstance(tree, DynamicShape) else tree.max_depth
-    if depth > config.num_draft_heads:
-        raise ValueError(f"{where}the tree is {depth} deep, but there are {config.num_draft_heads} draft heads")
-    if isinstance(tree, DynamicShape):
-        try:
-            tree.check_outputs(config.outputs)
-            possible_paths(tree)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-    elif tree.max_rank >= config.outputs:
-        raise ValueError(f"{where}the tree asks for rank {tree.max_rank} of a vocabulary of {config.outputs}")
-
-
 # ---- the family, as inference/drafters/family.py describes it
 
 
@@ -139,12 +125,8 @@ def open_drafter(
 ) -> Loader:
     """Heads and their tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
-    shape, confidence = read_dynamic(tree), None
-    if shape is not None:
-        given, acceptances, confidence = shape, None, read_confidence(tree, shape)
-    else:  # a merge chooses from more nodes than the calibrated tree has
-        given, acceptances = read_candidates(tree) if merged else read_weighed(tree)
+    given, acceptances, confidence = read_independent(tree, merged)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    _check_tree(given, heads.config, f"{tree}: ")
+    check_tree(given, heads.config.num_draft_heads, heads.config.outputs, f"{tree}: ")
 
     return Loader(lambda target, options: MedusaDrafter(heads, given, target, acceptances, confidence))

@@ -20,15 +20,15 @@ from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import DrawKind, chain_passes
-from draftsmith.inference.trees.dynamic import DynamicShape, read_dynamic
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import (
     Confidence,
     IndependentTree,
     RankTree,
-    possible_paths,
-    read_confidence,
+    check_tree,
+    read_independent,
 )
-from draftsmith.inference.verify.tree import TokenTree, Topology, product, read_candidates, read_weighed
+from draftsmith.inference.verify.tree import TokenTree, Topology, product
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target
 
@@ -60,13 +60,13 @@ class ParallelEagleDrafter(EagleDrafter):
         self._take_head()
         self.shape, self.random = None, False
         if isinstance(tree, DynamicShape):
-            check_tree(tree, self.eagle)
+            _check(tree, self.eagle)
             self.tree, self.has_acceptance = IndependentTree(tree, self.device, self.confidence), True
             self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
             self.branching = tree.branching
             return
         topology = tree if isinstance(tree, Topology) else product(tree)
-        check_tree(topology, self.eagle)
+        _check(topology, self.eagle)
         self.tree = RankTree(topology, self.device, self.acceptances)
         self.has_acceptance, self.ranks = self.acceptances is not None, self.tree.ranks
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
@@ -104,19 +104,10 @@ class ParallelEagleDrafter(EagleDrafter):
         return normed[self.row_numbers[:, None], missing[:, None] + self.depths]
 
 
-def check_tree(tree: Topology | DynamicShape, eagle: Eagle, where: str = "") -> None:
-    """Raise a ValueError unless the drafter can propose a tree."""
-    depth, most = tree.depth if isinstance(tree, DynamicShape) else tree.max_depth, eagle.config.parallel
-    if not 0 < depth <= most:
-        raise ValueError(f"{where}the tree is {depth} deep, but the drafter drafts 1 to {most} tokens in its pass")
-    if isinstance(tree, DynamicShape):
-        try:
-            tree.check_outputs(eagle.config.outputs)
-            possible_paths(tree)
-        except ValueError as error:
-            raise ValueError(f"{where}{error}") from None
-    elif tree.max_rank >= eagle.config.outputs:
-        raise ValueError(f"{where}the tree asks for rank {tree.max_rank} of a vocabulary of {eagle.config.outputs}")
+def _check(tree: Topology | DynamicShape, eagle: Eagle, where: str = "") -> None:
+    check_tree(tree, eagle.config.parallel, eagle.config.outputs, where, "drafts in a pass")
+    if not isinstance(tree, DynamicShape) and not tree.paths:
+        raise ValueError(f"{where}the tree holds the root alone; an EAGLE drafter needs at least one path")
 
 
 def drafter_of(eagle: Eagle, target: Target, tree: Sequence[int] | Topology | DynamicShape) -> EagleDrafter:
@@ -125,13 +116,9 @@ def drafter_of(eagle: Eagle, target: Target, tree: Sequence[int] | Topology | Dy
 
 
 def open_parallel(folder: Path, eagle: Eagle, tree: Path, merged: bool) -> Loader:
-    """``open_drafter`` of the family's drafters of one pass. A dynamic tree has precedence over a fixed one."""
-    shape, confidence = read_dynamic(tree), None
-    if shape is not None:
-        given, acceptances, confidence = shape, None, read_confidence(tree, shape)
-    else:  # a merge chooses from more nodes than the calibrated tree has
-        given, acceptances = read_candidates(tree) if merged else read_weighed(tree)
-    check_tree(given, eagle, f"{tree}: ")
+    """``open_drafter`` of the family's drafters of one pass."""
+    given, acceptances, confidence = read_independent(tree, merged)
+    _check(given, eagle, f"{tree}: ")
 
     def build(target: Target, options: dict[str, Any]) -> Drafter:
         check_context(eagle, target, str(folder))

@@ -24,8 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.trees.dynamic import DynamicShape, own_bits
-from draftsmith.inference.verify.tree import Ranks, StaticTree, TokenTree, Topology, read_content
+from draftsmith.inference.trees.dynamic import DynamicShape, own_bits, read_dynamic
+from draftsmith.inference.verify.tree import (
+    Ranks,
+    StaticTree,
+    TokenTree,
+    Topology,
+    read_candidates,
+    read_content,
+    read_weighed,
+)
 from draftsmith.kernels.grow import Candidates, select_tree
 
 MAX_PATHS = 1 << 14  # possible paths: each step computes a value for each of them
@@ -94,6 +102,37 @@ def possible_paths(shape: DynamicShape) -> list[Ranks]:
                 f"than {MAX_PATHS} paths to choose from in each step; make one of them smaller"
             )
     return found
+
+
+Given = tuple[Topology | DynamicShape, list[float] | None, Confidence | None]
+
+
+def read_independent(path: Path, merged: bool) -> Given:
+    """Read the tree of a drafter whose positions are independent: a dynamic one's shape, which has precedence, and its
+    confidence; or a fixed one, in a merge its candidates, and the acceptance probabilities of its paths."""
+    shape = read_dynamic(path)
+    if shape is not None:
+        return shape, None, read_confidence(path, shape)
+    # A merge chooses from more nodes than the calibrated tree has.
+    return *(read_candidates(path) if merged else read_weighed(path)), None
+
+
+def check_tree(
+    tree: Topology | DynamicShape, most: int, outputs: int, where: str = "", what: str = "draft heads"
+) -> None:
+    """Raise a ValueError unless ``most`` independent positions, which choose from ``outputs`` tokens, can fill a tree.
+    ``where`` begins the message, in which the positions are ``what``."""
+    depth = tree.depth if isinstance(tree, DynamicShape) else tree.max_depth
+    if depth > most:
+        raise ValueError(f"{where}the tree is {depth} deep, but there are {most} {what}")
+    if isinstance(tree, DynamicShape):
+        try:
+            tree.check_outputs(outputs)
+            possible_paths(tree)
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+    elif tree.max_rank >= outputs:
+        raise ValueError(f"{where}the tree asks for rank {tree.max_rank} of a vocabulary of {outputs}")
 
 
 class IndependentTree:

@@ -93,9 +93,9 @@ def test_which_trees_fit(make_target):
     assert isinstance(drafter_of(eagle, target, (1, 1)), ParallelEagleDrafter)
     assert not isinstance(drafter_of(untrained(target), target, (1, 1)), ParallelEagleDrafter)
     for tree, message in (
-        (chain(4), "the tree is 4 deep, but the drafter drafts 1 to 3 tokens in its pass"),
+        (chain(4), "the tree is 4 deep, but there are 3 drafts in a pass"),
         (DynamicShape(2, 4, 4), "the tree is 4 deep"),
-        (Topology(()), "the tree is 0 deep"),
+        (Topology(()), "the tree holds the root alone"),
         (Topology(((61,),)), "the tree asks for rank 61 of a vocabulary of 61"),
         (DynamicShape(62, 2, 4), "top_k is 62, but the drafter chooses from 61 tokens"),
     ):
