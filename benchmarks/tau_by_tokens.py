@@ -255,7 +255,10 @@ def by_halves(target: Target, heads: MedusaHeads, texts: Texts, sizes: Sequence[
         for nodes in sizes:
             shape = DynamicShape(log_q.shape[-1], ranks.shape[-1], nodes)
             accepted = {f"{FIXED}, {nodes} nodes": ensemble_depths((best_tree(known, nodes),), ranks[own][:, :, None])}
-            for form, by in ((f"{DYNAMIC}, {nodes} nodes", None), (f"{DYNAMIC} by confidence, {nodes} nodes", confidence)):
+            for form, by in (
+                (f"{DYNAMIC}, {nodes} nodes", None),
+                (f"{DYNAMIC} by confidence, {nodes} nodes", confidence),
+            ):
                 tree = IndependentTree(shape, torch.device("cpu"), by)
                 accepted[form] = dynamic_depths(tree, ranks[own], log_q[own])
             for form, depths in accepted.items():

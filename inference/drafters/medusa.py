@@ -15,13 +15,7 @@ from torch import Tensor
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.dynamic import DynamicShape
-from draftsmith.inference.trees.independent import (
-    Confidence,
-    IndependentTree,
-    RankTree,
-    check_tree,
-    read_independent,
-)
+from draftsmith.inference.trees.independent import Confidence, IndependentTree, RankTree, check_tree, read_independent
 from draftsmith.inference.verify.tree import TokenTree, Topology
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk
 from draftsmith.kernels.linear import kernel_weight

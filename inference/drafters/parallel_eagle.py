@@ -21,13 +21,7 @@ from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import DrawKind, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape
-from draftsmith.inference.trees.independent import (
-    Confidence,
-    IndependentTree,
-    RankTree,
-    check_tree,
-    read_independent,
-)
+from draftsmith.inference.trees.independent import Confidence, IndependentTree, RankTree, check_tree, read_independent
 from draftsmith.inference.verify.tree import TokenTree, Topology, product
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target

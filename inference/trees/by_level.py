@@ -118,9 +118,7 @@ class LevelPass:
         )[0]
 
 
-def chain_passes(
-    max_depth: int, static: bool, rows: int, device: torch.device, further: int = 0
-) -> list[LevelPass]:
+def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device, further: int = 0) -> list[LevelPass]:
     """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
     cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft. ``further``:
     tokens after the root."""

@@ -75,7 +75,7 @@ def read_confidence(path: Path, shape: DynamicShape) -> Confidence | None:
         found = Confidence(tuple(given["power"]), tuple(map(tuple, given["factor"])))
         found.check(shape)
     except (TypeError, KeyError):
-        raise ValueError(f"{path}: 'confidence' is not {{\"power\": [1.0, …], \"factor\": [[1.0, …], …]}}") from None
+        raise ValueError(f'{path}: \'confidence\' is not {{"power": [1.0, …], "factor": [[1.0, …], …]}}') from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return found

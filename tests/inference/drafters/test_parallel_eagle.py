@@ -101,7 +101,10 @@ def test_which_trees_fit(make_target):
     ):
         with pytest.raises(ValueError, match=message):
             ParallelEagleDrafter(eagle, target, tree)
-    for fields in ({"version": 1, "projection": "shared", "parallel": 2}, {"version": 3, "projection": "own", "parallel": -1}):
+    for fields in (
+        {"version": 1, "projection": "shared", "parallel": 2},
+        {"version": 3, "projection": "own", "parallel": -1},
+    ):
         with pytest.raises(ValueError, match="field 'parallel'"):
             Eagle.for_target(target, **fields)
 

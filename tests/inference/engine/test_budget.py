@@ -768,7 +768,11 @@ def test_rates_of_a_calibrated_tree(make_target, tmp_path):
         (tmp_path / "tree.json").write_text(json.dumps(tree))
         part = open_drafter(tmp_path, heads.config.to_dict(), heads.state_dict(), tmp_path / "tree.json", False)
         drafter = part.build(target, {})
-        assert isinstance(drafter, MedusaDrafter) and drafter.has_acceptance == known and isinstance(drafter.tree, RankTree)
+        assert (
+            isinstance(drafter, MedusaDrafter)
+            and drafter.has_acceptance == known
+            and isinstance(drafter.tree, RankTree)
+        )
         found = None if drafter.tree.acceptance is None else drafter.tree.acceptance[0].tolist()
         assert found == (pytest.approx([1.0, *RATES]) if known else None)
 
