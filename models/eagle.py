@@ -10,9 +10,9 @@ them.
     EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
               logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
 
-P-EAGLE (arXiv 2602.01469) is EAGLE-3 that drafts K tokens in one pass. Draft e ≥ 1 is not made of the draft before it, but
-of (embed(mask token), fc(mask_hidden)) at position t + e, the same pair for all depths; it sees the pairs up to t and the
-drafts before it. So the positions of a draft are independent of each other's tokens.
+P-EAGLE (arXiv 2602.01469) is EAGLE-3 that drafts K tokens in one pass. Draft e ≥ 1 is not made of the draft before it,
+but of (embed(mask token), fc(mask_hidden)) at position t + e, the same pair for all depths; it sees the pairs up to t
+and the mask pairs before it. So the positions of a draft are independent of each other's tokens.
 
 Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have their own embeddings, and
 be of another width than the target.
@@ -64,8 +64,8 @@ class EagleConfig:
     attention_bias: q, k and v have a bias, as in Qwen2.
     own_embeddings: its own matrix ``[V, d]``, instead of the target's embeddings.
     target_hidden_size: W, width of the features, where it is not the drafter's (EAGLE-3).
-    parallel: K, the tokens that it drafts in one pass (P-EAGLE); 0: a pass for each. mask_token_id: the token in place of
-        those that are not known yet.
+    parallel: K, the tokens that it drafts in one pass (P-EAGLE); 0: a pass for each.
+    mask_token_id: P-EAGLE's token in place of those that are not known yet.
     """
 
     version: int

@@ -1,7 +1,7 @@
 """P-EAGLE as a drafter (arXiv 2602.01469): EAGLE-3 that drafts all depths of a tree in one pass.
 
-Behind the root's pair the layer runs a mask pair for each further depth, all in one causal pass. What they hold does not
-depend on drafted tokens, so the depths are independent and a tree needs no further pass
+Behind the root's pair the layer runs a mask pair for each further depth, all in one causal pass. What they hold does
+not depend on drafted tokens, so the depths are independent and a tree needs no further pass
 (:mod:`draftsmith.inference.trees.independent`). The next step's pairs overwrite the K/V of the mask pairs.
 
 Shape letters are those of :mod:`draftsmith.inference.drafters.eagle`; D depth, R ranks.

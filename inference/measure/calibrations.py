@@ -128,8 +128,8 @@ def _of_one_pass(
     choices: Callable[..., tuple[Tensor, Tensor]],
     drafter: Callable[[Topology | DynamicShape, Target, Confidence | None], Drafter],
 ) -> Calibration:
-    """Of a drafter that drafts all levels in one pass. Dynamic trees are simulated on the ranks of the whole text, which
-    are kept with the drafter's probabilities. ``choices``: (target, tokens, supervised) → both."""
+    """Of a drafter that drafts all levels in one pass. Dynamic trees are simulated on the ranks of the whole text,
+    which are kept with the drafter's probabilities. ``choices``: (target, tokens, supervised) → both."""
     counted: list[tuple[Tensor, Tensor]] = []  # of each batch
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
 tokens (:mod:`draftsmith.inference.measure.tree_statistics`); the time of its step, from what steps cost on this
-machine. A dynamic tree's nodes depend on the text, so texts are continued with it and with the fixed one; where one pass
-drafts all levels, what it would accept follows from the ranks and probabilities instead.
+machine. A dynamic tree's nodes depend on the text, so texts are continued with it and with the fixed one; where one
+pass drafts all levels, what it would accept follows from the ranks and probabilities instead.
 
 Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
 """

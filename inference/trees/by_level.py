@@ -120,8 +120,8 @@ class LevelPass:
 
 def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device, further: int = 0) -> list[LevelPass]:
     """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
-    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft. ``further``:
-    tokens after the root."""
+    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft.
+    ``further``: tokens after the root."""
     longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth)) + further
     ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
     depth = torch.arange(longest, dtype=torch.int32, device=device)[None]

@@ -1,17 +1,17 @@
 """Trees of drafters whose positions are independent given the text, as Medusa heads: fixed ones of ranks, and dynamic
 ones, in every step the N − 1 likeliest prefixes of what they propose (best-first, as DDTree, arXiv 2604.12989).
 
-Depth d has the same distribution q_d whatever tokens come before, so one pass gives the values of all paths: that of the
-path of ranks (r_1, …, r_d) is Σ_i log q_i(r_i). A heap would pop the likeliest node, then add its next sibling and its
-first child. No heap is needed: a path has at most the value of every path that is no longer and has no higher rank at
-any depth. So it can be among the N − 1 likeliest only if these, itself included, are at most N − 1:
+Depth d has the same distribution q_d whatever tokens come before, so one pass gives the values of all paths: that of
+the path of ranks (r_1, …, r_d) is Σ_i log q_i(r_i). A heap would pop the likeliest node, then add its next sibling and
+its first child. No heap is needed: a path has at most the value of every path that is no longer and has no higher
+rank at any depth. So it can be among the N − 1 likeliest only if these, itself included, are at most N − 1:
 
     Σ_{j ≤ d} Π_{i ≤ j} (r_i + 1) ≤ N − 1
 
-The list of these *possible paths* is fixed with the tree's shape, and a step chooses N − 1 of them by their values. They
-are numbered by depth, then by ranks, and of equal values the lower number counts more: so a node is never chosen
-without its parent. All shapes are fixed, and nothing synchronises with the host. The tree is a function of the text: its
-nodes are one-hot draws, and verification is exact at any temperature.
+The list of these *possible paths* is fixed with the tree's shape, and a step chooses N − 1 of them by their values.
+They are numbered by depth, then by ranks, and of equal values the lower number counts more: so a node is never chosen
+without its parent. All shapes are fixed, and nothing synchronises with the host. The tree is a function of the text:
+its nodes are one-hot draws, and verification is exact at any temperature.
 
 Shape letters: B rows, D depth, R ranks, N nodes, M possible paths, the root's included.
 """

@@ -101,7 +101,7 @@ def test_the_command(found):
 
 def test_fixed_and_dynamic_trees(run_main, found, drafters, tmp_path):
     """Of draft heads, by halves of the prompts; each dynamic tree beside the fixed one of as many nodes."""
-    _, folder, _, words = found
+    words = found[3]
     prompts = words[words.index("--prompts") : words.index("--out")]
     words = [f"{drafters[1]}=2k", *prompts, "--nodes", 4, 8, "--out", tmp_path / "tau.json", "--threads", 1]
     code, out, err = run_main(tau_by_tokens.main, *words)

@@ -40,8 +40,8 @@ class EagleSection(Section):
     unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
     one_pass: bool = Field(
         default=False,
-        description="P-EAGLE (arXiv 2602.01469): the unroll tokens of a draft are drafted in one pass, each without those "
-        "before it; init_from may be an EAGLE-3 drafter",
+        description="P-EAGLE (arXiv 2602.01469): the unroll tokens of a draft are drafted in one pass, each without "
+        "those before it; init_from may be an EAGLE-3 drafter",
     )
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"

@@ -41,7 +41,8 @@ class Checked(KeepsTexts, ParallelEagleDrafter):
         tree = super().propose(state)
         for row, text in self.texts.items():
             tokens, count = torch.tensor([text], device=self.device), len(text) - 1
-            features = self.target.features(tokens[:, :-1], self.fresh.config.captured_layers)
+            with self.target.attention("sdpa"):
+                features = self.target.features(tokens[:, :-1], self.fresh.config.captured_layers)
             features = torch.nn.functional.pad(features, (0, 0, 0, 1))
             chosen = torch.full((1, 1), count - 1, device=self.device)
             outs = self.fresh.unroll(features, self.target.embeddings, tokens, self.max_depth, chosen=chosen)
@@ -73,7 +74,7 @@ def test_drafts_do_not_see_each_others_tokens(make_target):
     """In the training forward: no true token beyond the next one, and no feature beyond the position, changes them."""
     target = suite.phrases(make_target)
     eagle, tokens = untrained(target, "parallel"), torch.randint(1, 60, (2, 8))
-    features = torch.randn(2, 8, 32 * 4)
+    features = torch.randn(2, 8, 32 * (1 + len(eagle.config.captured_layers)))
     chosen = torch.full((2, 1), 3)
 
     def drafts(features, tokens):
@@ -82,7 +83,7 @@ def test_drafts_do_not_see_each_others_tokens(make_target):
     before, later = drafts(features, tokens), tokens.clone()
     later[:, 5:] = 0
     assert torch.equal(before, drafts(features, later))
-    assert torch.equal(before, drafts(torch.cat((features[:, :4], torch.zeros(2, 4, 128)), 1), later))
+    assert torch.equal(before, drafts(torch.cat((features[:, :4], 0 * features[:, 4:]), 1), later))
     later[:, 4] = (later[:, 4] + 1) % 60
     assert not torch.isclose(before, drafts(features, later)).all(-1).any(), "the next token is seen at every depth"
 

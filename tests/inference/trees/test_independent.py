@@ -19,7 +19,7 @@ SIZES = [(1, 1, 2), (1, 4, 4), (3, 1, 3), (2, 3, 10), (10, 4, 16), (10, 4, 33), 
 
 def heap(log_q, nodes):
     """The definition: pop the likeliest node, push its next sibling and its first child; of equal values the one that
-    is less deep, then the one of lower ranks. ``log_q [D][R]`` → (path, value) in the order in which they are popped."""
+    is less deep, then the one of lower ranks. ``log_q [D][R]`` → (path, value) in the order of popping."""
     waiting, popped = [(0.0, 0, ())], []
     while waiting and len(popped) < nodes:
         value, depth, path = heapq.heappop(waiting)
