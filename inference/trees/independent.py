@@ -114,7 +114,8 @@ def read_independent(path: Path, merged: bool) -> Given:
     if shape is not None:
         return shape, None, read_confidence(path, shape)
     # A merge chooses from more nodes than the calibrated tree has.
-    return *(read_candidates(path) if merged else read_weighed(path)), None
+    topology, acceptances = read_candidates(path) if merged else read_weighed(path)
+    return topology, acceptances, None
 
 
 def check_tree(
