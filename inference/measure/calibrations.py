@@ -86,7 +86,7 @@ def eagle(
     if depth := min(DEPTH, layer.config.parallel):
         return _of_one_pass(
             depth,
-            lambda target, *rows: eagle_choices(target, to_target(layer, target), *rows, depth),
+            lambda target, tokens, marks: eagle_choices(target, to_target(layer, target), tokens, marks, depth),
             lambda tree, target, confidence: ParallelEagleDrafter(layer, target, tree, confidence=confidence),
         )
     drafters: list[EagleDrafter] = []
@@ -117,7 +117,7 @@ def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
     return _of_one_pass(
         heads.config.num_draft_heads,
-        lambda target, *rows: head_choices(target, heads.to(target.device), *rows),
+        lambda target, tokens, marks: head_choices(target, heads.to(target.device), tokens, marks),
         # A drafter casts its heads: copies.
         lambda tree, target, confidence: MedusaDrafter(deepcopy(heads), tree, target, confidence=confidence),
     )
