@@ -50,9 +50,9 @@ def heads(_, target, ids=False):
 
 def likely_heads(_, target, ids=False):
     """In dynamic trees."""
-    places = torch.arange(0, target.vocab_size, 2) if ids else None
-    made = noisy_heads(target, 0.1 if ids else 0.02, "shared", seed=2, ids=places)
-    return MedusaDrafter(made, DynamicShape(2 if ids else 3, 3, 6), target)
+    places = torch.arange(0, target.vocab_size, 2)
+    made = noisy_heads(target, 0.1, "shared", seed=2, ids=places) if ids else noisy_heads(target, 0.02)
+    return MedusaDrafter(made, DynamicShape(2, 3, 10), target)
 
 
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
