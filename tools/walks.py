@@ -22,9 +22,9 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 39_900,
-    "lines of Python in tests": 46_450,
-    "lines of Python in benchmarks": 12_300,
+    "lines of Python in the product": 40_500,
+    "lines of Python in tests": 46_900,
+    "lines of Python in benchmarks": 12_350,
     "files that inference/engine/engine.py needs": 54,
     "lines of these files": 12_850,
     "lines of the longest function outside kernels": 100,
