@@ -24,6 +24,8 @@ def check_eagle(folder: Path, config: dict[str, Any]) -> None:
     """Raise a ValueError unless a drafter is of the family that takes shortlists."""
     if (family := config["drafter_type"]) != "eagle":
         raise ValueError(f"{folder}: drafters of type '{family}' take no shortlists; EAGLE drafters do")
+    if config.get("parallel"):
+        raise ValueError(f"{folder}: an EAGLE drafter of one pass (drafter.one_pass) takes no shortlists; use another")
 
 
 def read_parts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[ShortlistHead, Artifact]:

@@ -118,10 +118,11 @@ class LevelPass:
         )[0]
 
 
-def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device) -> list[LevelPass]:
+def chain_passes(max_depth: int, static: bool, rows: int, device: torch.device, further: int = 0) -> list[LevelPass]:
     """Forward passes of a root, in the place of the last node, after 0, 1, … tokens that are missing from a drafter's
-    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft."""
-    longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth))
+    cache: accepted ones of a step, at most ``max_depth``; in eager steps also those of steps without a draft.
+    ``further``: tokens after the root."""
+    longest = 1 + (max_depth if static else max(MISSING, 2 * max_depth)) + further
     ancestors = bitsets(list(range(-1, longest - 1))).to(device)[None]  # [1, C, W]
     depth = torch.arange(longest, dtype=torch.int32, device=device)[None]
     passes: list[LevelPass] = []
@@ -163,7 +164,7 @@ class DraftHead:
     ids: Tensor | None
     topk: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None
 
-    def best(self, out: Tensor, count: int, depth: int, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def best(self, out: Tensor, count: int, depth: int | Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
         of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
         logits are written."""

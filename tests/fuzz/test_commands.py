@@ -91,7 +91,8 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     }),
     "data.preview": ([f"{ROOT}/recipes/tiny-medusa.yaml"], {"--count": NUMBERS}),
     "benchmarks.tau_by_tokens": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
-        "--first": NUMBERS, "--chains": NUMBERS, "--batch-size": NUMBERS, "--max-new-tokens": NUMBERS}),
+        "--first": NUMBERS, "--chains": NUMBERS, "--nodes": NUMBERS, "--batch-size": NUMBERS,
+        "--max-new-tokens": NUMBERS}),
     "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
     "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
     "benchmarks.medusa_step": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),

@@ -23,6 +23,7 @@ from draftsmith.inference.engine.static_budget import LATEST_OF_SIZE, RETIMED, R
 from draftsmith.inference.engine.step import why_no_graph
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.step_costs import StepClock, StepCosts
+from draftsmith.inference.trees.independent import RankTree
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import StaticTree, Topology
@@ -827,8 +828,12 @@ def test_rates_of_a_calibrated_tree(make_target, tmp_path):
         (tmp_path / "tree.json").write_text(json.dumps(tree))
         part = open_drafter(tmp_path, heads.config.to_dict(), heads.state_dict(), tmp_path / "tree.json", False)
         drafter = part.build(target, {})
-        assert isinstance(drafter, MedusaDrafter) and drafter.has_acceptance == known
-        found = None if drafter.acceptance is None else drafter.acceptance[0].tolist()
+        assert (
+            isinstance(drafter, MedusaDrafter)
+            and drafter.has_acceptance == known
+            and isinstance(drafter.tree, RankTree)
+        )
+        found = None if drafter.tree.acceptance is None else drafter.tree.acceptance[0].tolist()
         assert found == (pytest.approx([1.0, *RATES]) if known else None)
 
 
