@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.packing import Rows
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -30,7 +31,7 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none."""
     if size and run.small:
         size = min(size, vocab_size // 2)
-    if size and size > (tokens := int(_used(run, vocab_size).sum())):
+    if size and size > (tokens := int(used(run, vocab_size).sum())):
         raise ValueError(f"drafter.draft_vocab_size={size}: the target has {tokens} tokens; set fewer, or null")
     ids = begun(run)
     if run.resume and (began := None if ids is None else len(ids)) != size:
@@ -45,7 +46,7 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     return size
 
 
-def _used(run: Run[Any], vocab_size: int) -> Tensor:
+def used(run: Run[Any], vocab_size: int) -> Tensor:
     """``[V]`` bool, the ids that are tokens: an LM head may have more rows than the tokenizer has tokens."""
     if run.tokenizer is None:
         return torch.ones(vocab_size, dtype=torch.bool)
@@ -53,7 +54,7 @@ def _used(run: Run[Any], vocab_size: int) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids[ids < vocab_size], True)
 
 
-def apply(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
+def apply(run: Run[Any], drafter: MedusaHeads | Eagle | DFlash, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
     """Give an untrained drafter its draft vocabulary, if it has one; one of ``init_from`` keeps its own. Returns facts
     for provenance.json."""
     own = drafter.draft_vocab
@@ -84,7 +85,7 @@ def choose(
         # As often as training draws from this source, whatever its length.
         train += torch.bincount(labels, minlength=vocab_size) * (source.weight / len(part))
     held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=vocab_size)
-    ids = most_frequent(train.where(_used(run, vocab_size), -1), size) if given is None else given.cpu()
+    ids = most_frequent(train.where(used(run, vocab_size), -1), size) if given is None else given.cpu()
     if run.main:
         checkpoint.write_tensors(run.folder / FOLDER, {"ids": ids})
     shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]

@@ -16,6 +16,7 @@ from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
 from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
 from draftsmith.kernels.linear import kernel_weight
+from draftsmith.models.dflash import DFlashConfig
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
 
@@ -42,7 +43,7 @@ class MedusaDrafter(Drafter):
         self.draft_head = heads.draft_head(target.lm_head)
         self.device = target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
-        _check_topology(topology, heads.config)
+        check_topology(topology, heads.config)
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
         weights = None if acceptances is None else [1.0, *acceptances]
@@ -86,7 +87,8 @@ class MedusaDrafter(Drafter):
         return ids.unflatten(0, features.shape[:2])
 
 
-def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -> None:
+def check_topology(topology: Topology, config: MedusaConfig | DFlashConfig, where: str = "") -> None:
+    """Raise a ValueError unless drafts at so many depths can fill a tree. ``where`` begins the message."""
     if topology.max_depth > config.num_draft_heads:
         raise ValueError(
             f"{where}the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
@@ -106,6 +108,6 @@ def open_drafter(
     # A merge chooses from more nodes than the calibrated tree has.
     topology, acceptances = read_candidates(tree) if merged else read_weighed(tree)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    _check_topology(topology, heads.config, f"{tree}: ")
+    check_topology(topology, heads.config, f"{tree}: ")
 
     return Loader(lambda target, options: MedusaDrafter(heads, topology, target, acceptances))

@@ -27,6 +27,8 @@ from draftsmith.inference.measure.step_costs import StepCosts, draft_time
 from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
+    block_ranks,
+    candidates,
     chained_ranks,
     eagle_ranks,
     ensemble_facts,
@@ -36,6 +38,7 @@ from draftsmith.inference.measure.tree_statistics import (
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
@@ -107,6 +110,19 @@ def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
     return Calibration(heads.config.num_draft_heads, ranks)
 
 
+def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as a block has drafts."""
+    made = DFlash.from_artifact(config, weights, str(folder))
+
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        return block_ranks(target, made.to(target.device), tokens, supervised)
+
+    def facts(ranks: Tensor) -> dict[str, Any]:
+        return {"candidates": candidates(ranks[:, :, 0]), "accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
+
+    return Calibration(made.config.num_draft_heads, ranks, facts)
+
+
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
     check_config(folder, config, weights)
@@ -169,6 +185,7 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
 
 
 CALIBRATIONS: dict[str, Callable[[Path, dict[str, Any], dict[str, Tensor]], Calibration]] = {
+    "dflash": dflash,
     "dynaspec": dynaspec,
     "eagle": eagle,
     "medusa": medusa,

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.inference.verify.tree import Ranks, Topology
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -131,6 +132,31 @@ def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor
         chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
         best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
         ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
+    return ranks
+
+
+@torch.no_grad()
+def block_ranks(target: Target, dflash: DFlash, tokens: Tensor, supervised: Tensor) -> Tensor:
+    """The rank that a DFlash drafter's block gives to the true token at each of its drafts; the block begins with the
+    token at t + 1. Arguments and result are as those of :func:`head_ranks`, K the drafts of a block."""
+    config, embed = dflash.config, target.embeddings
+    depth, top, draft_head = config.num_draft_heads, min(MAX_RANK, config.outputs), dflash.draft_head(target.lm_head)
+    dtypes = dflash.fc.weight.dtype, next(draft_head.parameters()).dtype
+    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, depth)
+    rows, places = tokens.to(target.device), marked_places(begins)  # [B, P]
+    positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+    features = target.features(rows.long(), config.captured_layers).to(dtypes[0])
+    context = dflash.context(features, positions)
+    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    at = torch.arange(len(tokens))[:, None]
+    for part in places.split(max(1, rows.shape[1] // config.block_size), 1):  # as many slots as tokens
+        begun, anchors = begins.gather(1, part), (part + 1).clamp(max=rows.shape[1] - 1).to(rows.device)
+        mask, of_anchors = dflash.context_mask(anchors, None, context), (rows.gather(1, anchors), anchors)
+        out = dflash.blocks(context, mask, embed, *of_anchors)[:, :, 1:][begun.to(rows.device)]  # [blocks, K, d]
+        chunks = out.flatten(0, 1).to(dtypes[1]).split(LOGITS)
+        best = [dflash.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
+        own = at.expand_as(part)[begun], part[begun]
+        ranks[own] = label_ranks(torch.cat(best).unflatten(0, (-1, depth)), labels[own])
     return ranks
 
 

@@ -6,11 +6,13 @@ from functools import partial as of
 import lossless_suite as suite
 import pytest
 import torch
+from blocks import fitted_block
 from eagles import TREES, fitted, untrained
 from tiny_models import SPARSE, noisy_heads, perturbed, random_shortlists, random_starts, some_ids
 
 from draftsmith.inference.drafters import compressed as compression
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -45,6 +47,10 @@ def heads(_, target, ids=False):
     if ids:
         return MedusaDrafter(noisy_heads(target, 0.1, "shared", seed=2, ids=places), TREE, target)
     return MedusaDrafter(noisy_heads(target, 0.02), TREE, target, ACCEPTANCES)
+
+
+def block(make_target, target, ids=False):
+    return DFlashDrafter(fitted_block(target, make_target, ids), TREE, target, ACCEPTANCES)
 
 
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
@@ -114,6 +120,7 @@ EXACT = {
     "EAGLE-1": (DEEPER, ALL),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
+    "DFlash": (of(block, ids=True), ALL),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -125,6 +132,7 @@ EXACT = {
     "topk of a draft model": (of(compressed, name="topk", own=False), (COUPLED, APART, GREEDY)),
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
+    "DFlash and n-grams": (merged(of(block), of(ngram)), (STATIC, GREEDY, COUPLED)),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
 # Whose trees are cut for a whole batch, or depend on its costs.
@@ -138,7 +146,7 @@ BY_BATCH = {
     "a draft model and n-grams by cost": (merged(MODEL, of(ngram), nodes=4, costs=COSTS), (GREEDY, COUPLED)),
 }
 CASES = [(name, check) for name, (_, checks) in (EXACT | BY_BATCH).items() for check in checks]
-DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3}
+DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3, "DFlash": 3}
 
 
 @pytest.mark.parametrize("name, check", CASES)
