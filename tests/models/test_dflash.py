@@ -1,14 +1,23 @@
 """DFlash's blocks against their definition, one block at a time; its anchors, ranks, config and weights."""
 
 import dataclasses
+import json
+import re
 
 import pytest
 import torch
+from blocks import untrained_block
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, block_ranks, draft_labels, label_ranks
+from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
+from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.from_published import convert_if_published
+from draftsmith.models.serving.source import open_source
+from draftsmith.models.target import load_target
 
 SLOTS, LENGTH = 4, 12
 KINDS = {"tied": {}, "untied": {"tie_k_norm": False}, "one layer": {"num_layers": 1, "captured_layers": (1,)}}
@@ -268,3 +277,35 @@ def test_impossible_configs(target, change, message):
     config = make_dflash(target).config
     with pytest.raises(ValueError, match=message):
         DFlashConfig(**dataclasses.asdict(config) | change)
+
+
+# ---- published folders
+
+
+def test_a_published_folder_and_back(tiny_lm, tmp_path):
+    """As z-lab writes them, whose layer ids are those of the layers left; imported again it is the same drafter."""
+    target, served = load_target(str(tiny_lm)), tmp_path / "served"
+    dflash = untrained_block(target, draft_vocab=True)
+    write_drafter(tmp_path / "own", "dflash", dflash.config.to_dict(), dflash.stored(), target, {})
+    apart = to_servers.export(open_source(str(tmp_path / "own"), "vllm"), "vllm", served)
+    assert apart == 0
+    config, weights = json.loads((served / "config.json").read_text()), load_file(served / "model.safetensors")
+    assert config["dflash_config"] == {"mask_token_id": 299, "target_layer_ids": [0], "causal": False}
+    assert (config["block_size"], config["num_target_layers"], config["draft_vocab_size"]) == (4, 2, 240)
+    assert weights.keys() == {*dflash.stored()} - {"draft_vocab"} | {"lm_head.weight", "d2t", "t2d"}
+    assert torch.equal(weights["d2t"] + torch.arange(240), dflash.draft_vocab)
+    assert '"method": "dflash"' in (served / "README.md").read_text()
+    _, found, again = read_drafter(convert_if_published(str(served), str(tiny_lm)))
+    assert DFlash.from_artifact(found, again, "here").config == dflash.config
+    assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())
+    for change, message in (
+        ({"is_causal": True}, "its blocks are causal, or have a window"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "its blocks are causal, or have a window"),
+        ({"num_target_layers": 3}, "num_target_layers 3 ≠ 2 of the target"),
+        ({"dflash_config": {"mask_token_id": 299, "target_layer_ids": [1]}}, "the target has layers 0 to 1"),
+    ):
+        (served / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            convert_if_published(str(served), str(tiny_lm))
+    with pytest.raises(ValueError, match="a DFlash drafter: it is written for vLLM and SGLang alone, not for openvino"):
+        open_source(str(tmp_path / "own"), "openvino")
