@@ -3,6 +3,7 @@
     accelerate launch train/dflash.py recipes/tiny-dflash.yaml [section.field=value ...] [--tiny] [--resume | --restart]
 
     L = Σ w_k · CE(x_{a+k} ‖ q_{a,k}) over blocks that begin at random places a of answers, and their drafts k
+    drafter.loss=lk: LK of the target's distribution in place of CE, as EAGLE-3's (kernels/soft_loss.py); by gamma alone
 
 The labels are the answers' own tokens. A token outside the draft vocabulary does not train. Weights (``drafter.weights``):
 
@@ -30,7 +31,6 @@ RECIPE = before_imports(PARSER, reader("dflash")) if __name__ == "__main__" else
 import torch
 from torch import Tensor, nn
 
-from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.measure.tree_statistics import block_ranks, selection_tree, simulate
 from draftsmith.kernels.distribution import philox_uniforms
@@ -41,9 +41,9 @@ from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import labels_of, linear_block_loss, shifted_labels
+from draftsmith.train.losses import labels_of, linear_block_loss, linear_soft_loss, shifted_labels, teach
 from draftsmith.train.run import Run, beginning
-from draftsmith.train.samples import Batch, Batches
+from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
 from draftsmith.train.sections.dflash import DflashRecipe
 
@@ -58,7 +58,7 @@ class DFlashTraining(nn.Module):
         super().__init__()
         self.target, self.dflash, self.seed = target, dflash, recipe.run.seed
         d = recipe.drafter
-        self.anchors, self.gamma = d.anchors, d.gamma if d.weights == "gamma" else None
+        self.anchors, self.loss, self.gamma = d.anchors, d.loss, d.gamma if d.weights == "gamma" else None
         self.captures = dflash.config.captured_layers
         dflash.recompute, dflash.flex = recipe.precision.gradient_checkpointing, recipe.target.attention != "sdpa"
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
@@ -107,14 +107,42 @@ class DFlashTraining(nn.Module):
         embed, places = self.target.embeddings, (batch.get("positions"), batch.get("segment"))
         out = self.dflash.draft(features.float(), embed, batch["tokens"], anchors, *places)[begun]
         head: Any = self.dflash.draft_head(self.target.lm_head)
-        total, found = linear_block_loss(out, head.weight, of_blocks, self.weigh, getattr(head, "bias", None))
+        matrix = head.weight, getattr(head, "bias", None)
+        if self.loss == "ce":
+            total, found = linear_block_loss(out, matrix[0], of_blocks, self.weigh, matrix[1])
+        else:
+            total, found = self.soft_loss(out, *matrix, of_blocks, self.before(features, anchors, begun))
         counts = counts.clamp(min=1)
         whole = counts.sum()
         if self.gamma is not None:
             whole = (position_weights(len(counts), self.gamma, counts.device) * counts).sum()
-        loss, right = found.sum(1) / counts
-        metrics = {f"position{k}_loss": each for k, each in enumerate(loss, 1)}
-        return total / whole, metrics | {f"position{k}_top1": each for k, each in enumerate(right, 1)}
+        named = zip(("loss", "top1", "acceptance"), found.sum(1) / counts, strict=False)
+        metrics = {f"position{k}_{name}": each for name, means in named for k, each in enumerate(means, 1)}
+        return total / whole, metrics
+
+    def before(self, features: Tensor, anchors: Tensor, begun: Tensor) -> Tensor:
+        """The target's last hidden states ``[blocks, K, d]`` that predict the drafts of the blocks that begin; behind the
+        row's end, where there are no labels, any."""
+        at = anchors[..., None] + torch.arange(self.dflash.config.num_draft_heads, device=anchors.device)
+        rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[begun]
+        return features[..., : self.target.hidden_size][rows, at[begun].clamp(max=features.shape[1] - 1)]
+
+    def soft_loss(
+        self, out: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As :func:`linear_block_loss`, of LK against the target's distributions: Σ w · LK, and ``[3, blocks, K]`` as
+        :func:`linear_soft_loss` has them."""
+        assert self.gamma is not None
+        labelled, dflash = labels != NONE, self.dflash
+        teacher = teach(self.target, hidden[labelled], dflash.draft_vocab, dflash.config.outputs, with_entropy=True)
+        kept = teacher.best >= 0
+        scale = position_weights(labels.shape[1], self.gamma, out.device).expand(labels.shape)[labelled][kept]
+        given = out[labelled][kept], weight, teacher, kept.nonzero()[:, 0], scale, bias
+        total, found = linear_soft_loss(*given)
+        by_draft, own = out.new_zeros(3, *labels.shape), labelled.clone()
+        own[labelled] = kept
+        by_draft[:, own] = found
+        return total, by_draft
 
 
 def position_weights(drafts: int, gamma: float, device: torch.device) -> Tensor:
@@ -154,26 +182,6 @@ def shape_of(recipe: DflashRecipe) -> dict[str, Any]:
     return shape | ({name: start.config.get(name) for name in left_out} if start else {})
 
 
-def mask_token(run: Run[Any], given: int | None, target: Target, rows: list[Batches]) -> int:
-    """The mask token: the ``given`` one, else one that is no token, else the highest one that no row has.
-    Raises ValueError: a row has the given one; or there is none left."""
-    seen = torch.zeros(target.vocab_size, dtype=torch.bool)
-    for tokens in [run.held_out["tokens"], *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
-        seen[torch.as_tensor(tokens).flatten().long()] = True
-    if given is None:
-        unused = draft_vocabulary.used(run, target.vocab_size).logical_not_().logical_and_(~seen)
-        special = torch.tensor(sorted({*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", [])}), dtype=torch.int64)
-        left = (~seen).index_fill_(0, special[special < len(seen)], False)
-        if not left.any():
-            raise ValueError("drafter.mask_token_id: the rows have every token of the target; give the id of a rare one")
-        return int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
-    if given >= target.vocab_size:
-        raise ValueError(f"drafter.mask_token_id={given}: the target's ids are 0 to {target.vocab_size - 1}")
-    if seen[given]:
-        raise ValueError(f"drafter.mask_token_id={given}: some rows have this token; give one that no row has, or null")
-    return given
-
-
 def plans(recipe: DflashRecipe) -> list[Plan]:
     """What each stage costs."""
     d, shape, length = recipe.drafter, target_shape(recipe.target), recipe.data.max_length
@@ -189,7 +197,8 @@ def plans(recipe: DflashRecipe) -> list[Plan]:
     costs |= {"passes": 0 if given else 1, "unrolled": made.block_size * blocks}
     costs |= {"logits": round(d.drafts * blocks * made.outputs)}
     recomputed, layers = recipe.precision.gradient_checkpointing, made.num_layers * made.block_size * blocks
-    costs["kept"] = partial(memory.dflash, made, shape.config, anchors=d.anchors, given=given, recomputed=recomputed)
+    kept: dict[str, Any] = {"anchors": d.anchors, "given": given, "recomputed": recomputed, "soft": d.loss == "lk"}
+    costs["kept"] = partial(memory.dflash, made, shape.config, **kept)
     costs |= {"attended": 3.5 * layers * made.num_attention_heads * made.head_dim}  # twice backward, and again
     costs |= {"scores": round(layers * made.num_attention_heads)}
     costs["features"] = made.hidden_size * (1 + len(made.captured_layers))
@@ -207,7 +216,7 @@ def train(run: Run[DflashRecipe]) -> None:
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     rows = run.read_rows(target, d.drafts)
     shape = shape_of(recipe)
-    shape["mask_token_id"] = mask_token(run, shape["mask_token_id"], target, rows)
+    shape["mask_token_id"] = draft_vocabulary.mask_token(run, shape["mask_token_id"], target, rows)
     torch.manual_seed(recipe.run.seed)  # for the weights, whatever made the rows
     dflash = DFlash.for_target(target, **shape, draft_vocab_size=size)
     run.start_weights(dflash, target)

@@ -105,3 +105,25 @@ def choose(
         listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
         console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")
     return ids, {"draft_vocabulary": {"size": len(ids), "train": shares[0], "held_out": shares[1], "others": others}}
+
+
+def mask_token(run: Run[Any], given: int | None, target: Target, rows: Sequence[Batches]) -> int:
+    """The mask token of a block drafter: the ``given`` one, else one that is no token, else the highest one that no row
+    has.
+    Raises ValueError: a row has the given one; or there is none left."""
+    seen = torch.zeros(target.vocab_size, dtype=torch.bool)
+    for tokens in [run.held_out["tokens"], *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
+        seen[torch.as_tensor(tokens).flatten().long()] = True
+    if given is None:
+        unused = ~used(run, target.vocab_size) & ~seen
+        special = [token for token in (*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", ())) if token is not None]
+        left = ~seen
+        left[torch.tensor([token for token in special if token < len(left)], dtype=torch.int64)] = False
+        if not left.any():
+            raise ValueError("drafter.mask_token_id: the rows have every token of the target; give the id of a rare one")
+        return int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
+    if given >= target.vocab_size:
+        raise ValueError(f"drafter.mask_token_id={given}: the target's ids are 0 to {target.vocab_size - 1}")
+    if seen[given]:
+        raise ValueError(f"drafter.mask_token_id={given}: some rows have this token; give one that no row has, or null")
+    return given

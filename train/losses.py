@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.kernels.soft_loss import Teacher, soft_loss
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import to_draft_ids
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
@@ -171,6 +173,36 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
         total.addmm_(slope.t(), x)
     else:
         total += slope.t() @ x
+
+
+@torch.no_grad()
+def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, with_entropy: bool) -> Teacher:
+    """A target's distributions on a draft vocabulary, from its last hidden states ``[N, d]``, by chunks.
+
+    Args:
+        ids: ``[S]`` int64, the draft vocabulary; None: all of the target's tokens.
+        outputs: S.
+        with_entropy: as LK needs it.
+    """
+    dtype = next(target.lm_head.parameters()).dtype
+    probs = torch.empty(len(hidden), outputs, device=hidden.device)
+    best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    coverage = None if ids is None else probs.new_empty(len(hidden))
+    entropy = probs.new_empty(len(hidden)) if with_entropy else None
+    size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
+    for begin in range(0, len(hidden), size):
+        part = slice(begin, begin + size)
+        logits = target.logits(hidden[part].to(dtype))
+        chosen = logits.argmax(-1)
+        p = probs[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
+        best[part] = chosen if ids is None else to_draft_ids(chosen, ids, outside=-1)
+        if coverage is not None:  # of the likeliest token, by both distributions
+            place = best[part, None]
+            whole = logits.softmax(-1, dtype=torch.float32).gather(1, chosen[:, None])
+            coverage[part] = torch.where(place < 0, 0.0, whole / p.gather(1, place.clamp(min=0)))[:, 0]
+        if entropy is not None:
+            entropy[part] = -torch.xlogy(p, p).sum(-1)
+    return Teacher(probs, best, coverage, entropy)
 
 
 class _LinearSoftLoss(torch.autograd.Function):

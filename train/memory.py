@@ -153,9 +153,10 @@ def row_blocks(anchors: int, length: int, slots: int, packed: bool) -> int:
 
 
 def dflash(
-    config: DFlashConfig, target: Any, micro: Micro, anchors: int, given: bool, recomputed: bool = False
+    config: DFlashConfig, target: Any, micro: Micro, anchors: int, given: bool, recomputed: bool = False, soft: bool = False
 ) -> Kept:
-    """A DFlash drafter on blocks of S slots, ``anchors`` of a conversation at most; the rest is as in :func:`eagle`."""
+    """A DFlash drafter on blocks of S slots, ``anchors`` of a conversation at most. ``soft``: with the target's
+    distributions; the rest is as in :func:`eagle`."""
     d, n, narrow, layers = config.hidden_size, micro.tokens, micro.product < SINGLE, config.num_layers
     head, heads = config.head_dim, config.num_attention_heads
     shape = d, heads * head, config.num_key_value_heads * head, config.intermediate_size
@@ -173,7 +174,8 @@ def dflash(
     chunks = max(logits * (SINGLE + (micro.product if narrow else 0)), 3 * SINGLE * scores)
     weights = read * d + layers * layer_weights(shape, d)
     kept = fused + blocks * config.block_size * (kept + read_out) + chunks + (micro.product * weights if narrow else 0)
-    return Kept(features + max(kept, 0.0 if given else target_pass(target, micro)))
+    teacher = blocks * config.num_draft_heads * SINGLE * config.outputs if soft else 0
+    return Kept(features + max(kept, 0.0 if given else target_pass(target, micro)), teacher)
 
 
 def medusa(config: MedusaConfig, target: Any, micro: Micro, given: bool) -> Kept:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from training_runs import metrics, write_recipe
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.kernels.soft_loss import ETA
 from draftsmith.models.dflash import DFlash
 from draftsmith.train import dflash
 from draftsmith.train.dry_run import decode_a_little
@@ -53,8 +54,19 @@ def make_rows(share=True):
     return Rows(Tokenized.of(samples), 16, share=share)
 
 
+def lk_of(of_target, log_q, ids):
+    """A position's LK in float64; None: its likeliest token is not drafted."""
+    p = of_target.double().softmax(-1)
+    if ids is not None and int(p.argmax()) not in ids.tolist():
+        return None
+    p = p if ids is None else p[ids]
+    inside, accepted = p / p.sum(), torch.minimum(p, log_q.exp()).sum()
+    weight = torch.exp(-ETA * accepted.detach())
+    return weight * (inside * (inside.log() - log_q)).sum() + (1 - weight) * (1 - accepted)
+
+
 def defined(module, rows):
-    """Block by block of every sample: labels of each draft, Σ w · CE and Σ w, and Σ CE of each draft."""
+    """Block by block of every sample: labels of each draft, Σ w · loss over Σ w, and Σ loss of each draft."""
     target, made, ids = module.target, module.dflash, module.dflash.draft_vocab
     known = range(61) if ids is None else ids.tolist()
     numbers, weighted, whole, losses = [0] * (SLOTS - 1), 0.0, 0.0, [0.0] * (SLOTS - 1)
@@ -62,7 +74,7 @@ def defined(module, rows):
         batch = rows.batch([number])
         tokens, supervised = batch["tokens"].long(), batch["supervised"][0].tolist()
         with torch.no_grad():
-            features = target.features(tokens, made.config.captured_layers)
+            features, given = target.features(tokens, made.config.captured_layers), target.model(tokens).logits[0]
         for anchor in range(1, tokens.shape[1] - 1):
             if not (supervised[anchor] and supervised[anchor + 1]):
                 continue
@@ -73,7 +85,10 @@ def defined(module, rows):
                 if anchor + k >= len(supervised) or not supervised[anchor + k]:
                     break
                 label = int(tokens[0, anchor + k])
-                found.append(-log_q[k - 1, [*known].index(label)] if label in known else None)
+                if module.loss == "lk":
+                    found.append(lk_of(given[anchor + k - 1], log_q[k - 1], ids))
+                else:
+                    found.append(-log_q[k - 1, [*known].index(label)] if label in known else None)
                 numbers[k - 1] += 1
             smoothed = [0.5 if one is None else 0.5 + 0.5 * math.exp(-float(one)) for one in found]
             reached = [*itertools.accumulate(smoothed, lambda a, b: a * b)]
@@ -86,12 +101,12 @@ def defined(module, rows):
 
 
 @pytest.mark.parametrize("size", [None, 40])
-@pytest.mark.parametrize("weights", ["dpace", "gamma"])
-def test_loss_is_its_definition(make_target, weights, size):
+@pytest.mark.parametrize("weights, loss", [("dpace", "ce"), ("gamma", "ce"), ("gamma", "lk")])
+def test_loss_is_its_definition(make_target, weights, loss, size):
     """Values and gradients, with packed rows and labels that are not in the draft vocabulary."""
     target = make_target("llama", num_hidden_layers=3)
     ids = None if size is None else torch.arange(0, 60, 3)
-    module = make_module(target, ids, weights=weights, gamma=2.0)
+    module = make_module(target, ids, weights=weights, gamma=2.0, loss=loss)
     numbers, wanted, losses = defined(module, make_rows(share=False))
     batch = make_rows().batch([0, 1])
     counts = module.count(batch)

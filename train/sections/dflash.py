@@ -36,6 +36,11 @@ class DFlashSection(Section):
         default=True, description="one norm of the keys for all layers; vLLM on a CPU drafts wrongly with several"
     )
     anchors: Positive = Field(default=512, description="blocks of a conversation in a step, drawn anew at each visit")
+    loss: Literal["ce", "lk"] = Field(
+        default="ce",
+        description="ce: cross-entropy to the answer's tokens; lk (with weights=gamma): as that of EAGLE-3, against the "
+        "target's distribution (arXiv 2602.23881)",
+    )
     weights: Literal["dpace", "gamma"] = Field(
         default="dpace",
         description="of the drafts in the loss. dpace: by the probability that the drafts before are accepted (arXiv "
@@ -48,6 +53,8 @@ class DFlashSection(Section):
         layers = self.captured_layers or []
         if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
             raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
+        if self.loss == "lk" and self.weights == "dpace":
+            raise ValueError("loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too")
         return self
 
     @property
