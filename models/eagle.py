@@ -136,9 +136,7 @@ class EagleConfig:
         layers = tuple(captured_layers) or (layers_to_capture(count) if version == 3 else ())
         check_captured(layers, count)
         sizes = sizes_for(config, vocab_size, context, intermediate_size)
-        return cls(
-            version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **sizes, **options
-        )
+        return cls(version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **sizes, **options)
 
     @property
     def outputs(self) -> int:

@@ -40,7 +40,7 @@ _UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk") 
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument("drafter", help="the folder or Hub id of an EAGLE, DFlash or Medusa drafter, for example runs/mine")
+    parser.add_argument("drafter", help="folder or Hub id of an EAGLE, DFlash or Medusa drafter, for example runs/mine")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the folder to write; none for --to hf")
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")

@@ -5,7 +5,7 @@
     L = Σ w_k · CE(x_{a+k} ‖ q_{a,k}) over blocks that begin at random places a of answers, and their drafts k
     drafter.loss=lk: LK of the target's distribution in place of CE, as EAGLE-3's (kernels/soft_loss.py); by gamma alone
 
-The labels are the answers' own tokens. A token outside the draft vocabulary does not train. Weights (``drafter.weights``):
+The labels are the answers' own tokens; one outside the draft vocabulary does not train. ``drafter.weights``:
 
     dpace   c_k = e^−CE_k,  s_k = (1 + c_k) / 2,  w_j = Σ_{m ≥ j} Π_{i ≤ m} s_i, constants to the gradient; a mean over
             the labels (D-PACE, arXiv 2605.18810)
@@ -121,8 +121,8 @@ class DFlashTraining(nn.Module):
         return total / whole, metrics
 
     def before(self, features: Tensor, anchors: Tensor, begun: Tensor) -> Tensor:
-        """The target's last hidden states ``[blocks, K, d]`` that predict the drafts of the blocks that begin; behind the
-        row's end, where there are no labels, any."""
+        """The target's last hidden states ``[blocks, K, d]`` that predict the drafts of the blocks that begin; any
+        ones behind the row's end, where there are no labels."""
         at = anchors[..., None] + torch.arange(self.dflash.config.num_draft_heads, device=anchors.device)
         rows = torch.arange(len(at), device=at.device)[:, None, None].expand_as(at)[begun]
         return features[..., : self.target.hidden_size][rows, at[begun].clamp(max=features.shape[1] - 1)]

@@ -54,7 +54,9 @@ def used(run: Run[Any], vocab_size: int) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids[ids < vocab_size], True)
 
 
-def apply(run: Run[Any], drafter: MedusaHeads | Eagle | DFlash, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
+def apply(
+    run: Run[Any], drafter: MedusaHeads | Eagle | DFlash, target: Target, rows: Sequence[Batches]
+) -> dict[str, Any]:
     """Give an untrained drafter its draft vocabulary, if it has one; one of ``init_from`` keeps its own. Returns facts
     for provenance.json."""
     own = drafter.draft_vocab
@@ -116,11 +118,10 @@ def mask_token(run: Run[Any], given: int | None, target: Target, rows: Sequence[
         seen[torch.as_tensor(tokens).flatten().long()] = True
     if given is None:
         unused = ~used(run, target.vocab_size) & ~seen
-        special = [token for token in (*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", ())) if token is not None]
-        left = ~seen
+        left, special = ~seen, {*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", ())}
         left[torch.tensor([token for token in special if token < len(left)], dtype=torch.int64)] = False
         if not left.any():
-            raise ValueError("drafter.mask_token_id: the rows have every token of the target; give the id of a rare one")
+            raise ValueError("drafter.mask_token_id: the rows have every token; give the id of a rare one")
         return int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
     if given >= target.vocab_size:
         raise ValueError(f"drafter.mask_token_id={given}: the target's ids are 0 to {target.vocab_size - 1}")

@@ -153,8 +153,8 @@ def linear_block_loss(
         weigh: losses ``[P, K]``, 0 where there is no label, and labels → weights ``[P, K]``, constants to the gradient.
 
     Returns:
-        The weighted sum, a scalar in fp32, and ``[2, P, K]`` without gradients: the loss of each position, and whether no
-        token's logit exceeded that of its label.
+        The weighted sum, a scalar in fp32, and ``[2, P, K]`` without gradients: the loss of each position, and whether
+        no token's logit exceeded that of its label.
     """
     slots = labels.shape[1]
     chunk = max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0] // slots) * slots

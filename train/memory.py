@@ -153,7 +153,13 @@ def row_blocks(anchors: int, length: int, slots: int, packed: bool) -> int:
 
 
 def dflash(
-    config: DFlashConfig, target: Any, micro: Micro, anchors: int, given: bool, recomputed: bool = False, soft: bool = False
+    config: DFlashConfig,
+    target: Any,
+    micro: Micro,
+    anchors: int,
+    given: bool,
+    recomputed: bool = False,
+    soft: bool = False,
 ) -> Kept:
     """A DFlash drafter on blocks of S slots, ``anchors`` of a conversation at most. ``soft``: with the target's
     distributions; the rest is as in :func:`eagle`."""

@@ -124,8 +124,8 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
             models = [sizes_of(str(folder / each), **options) for each in config.get("parts", [])]
             files = [file for file in folder.rglob("*.safetensors") if "checkpoints" not in file.parts]
             weights += 0 if models else sum(file.stat().st_size for file in files)
-            layers = {"eagle": 1, "dynaspec": 1, "dflash": config.get("num_layers", 1)}.get(config.get("drafter_type"), 0)
-            row += tokens * layers * target.layers[-1]
+            layers = {"eagle": 1, "dynaspec": 1, "dflash": config.get("num_layers", 1)}
+            row += tokens * layers.get(config.get("drafter_type"), 0) * target.layers[-1]
         weights += sum(each.weights for each in models if each)
         row += tokens * sum(each.token for each in models if each)
     return weights, row

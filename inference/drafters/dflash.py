@@ -1,5 +1,5 @@
-"""DFlash as a drafter: one pass of its layers drafts a block, whose drafts fill a tree of ranks as those of Medusa heads
-do (:mod:`draftsmith.models.dflash`).
+"""DFlash as a drafter: one pass of its layers drafts a block, whose drafts fill a tree of ranks as Medusa heads do
+(:mod:`draftsmith.models.dflash`).
 
 The layers keep keys and values of the text's context features; those of token t are in slot t. Prompts need no pass
 through the layers, nor does what a step commits: a context feature is a function of the target's features of one token.
@@ -200,8 +200,7 @@ class _Layers:
             self.buffers = self.lean.buffers(len(roots), slots, biases is not None, step=True)
         written = self.both.unbind(2)
         views = [
-            (both, pair[0][:, :, :seen], pair[1][:, :, :seen])
-            for both, pair in zip(written, self.storage, strict=True)
+            (both, pair[0][:, :, :seen], pair[1][:, :, :seen]) for both, pair in zip(written, self.storage, strict=True)
         ]
         at = places.clamp(max=len(self.tables[""]) - 1), places
         masks: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys, "buffers": self.buffers}

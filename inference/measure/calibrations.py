@@ -111,7 +111,7 @@ def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
 
 
 def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
-    """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as a block has drafts."""
+    """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as there are drafts."""
     made = DFlash.from_artifact(config, weights, str(folder))
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:

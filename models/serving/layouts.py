@@ -68,7 +68,7 @@ MEDUSA_READ = {layout.heads for layout in MEDUSA.values()} | set(
     "medusa_num_layers base_model_name_or_path original_lm_head medusa_fc_bias max_paths topk version "
     "max_seq_len".split()
 )
-# Of DFlash drafters: z-lab's target_layer_ids name the layer that a state leaves, our captured_layers the one it enters.
+# Of DFlash drafters: target_layer_ids name the layer that a state leaves, our captured_layers the one it enters.
 DFLASH_READ = READ | set("block_size dflash_config num_target_layers layer_types is_causal use_sliding_window".split())
 DFLASH_NESTED = {"mask_token_id", "target_layer_ids", "causal"}
 # … these change no logit, …

@@ -278,14 +278,14 @@ def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
         _check_fields(part, known, where)
     causal = [part.get(name) for part, name in ((config, "is_causal"), (nested, "causal"))]
     if any(causal) or set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
-        raise ValueError("config.json: its blocks are causal, or have a window; only blocks of full attention are known")
+        raise ValueError("config.json: its blocks are causal, or have a window; only full attention is known here")
     own = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     for name in ("hidden_size", "vocab_size"):
         _check_target(name, _number(config, name), getattr(target, name))
     _check_target("num_target_layers", _number(config, "num_target_layers", target.num_layers), target.num_layers)
     ids = nested.get("target_layer_ids")
     if not isinstance(ids, list) or not ids or any(type(layer) is not int for layer in ids):
-        raise ValueError(f"config.json: field 'dflash_config.target_layer_ids' is {ids!r}; it has to be a list of layers")
+        raise ValueError(f"config.json: field 'target_layer_ids' is {ids!r}; it has to be a list of layers")
     size = _number(config, "draft_vocab_size", target.vocab_size)
     drafted = layouts.ids_of(own.pop("d2t", None), own.pop("t2d", None), size, target.vocab_size)
     rows = target.lm_head if drafted is None or not len(target.lm_head) else target.lm_head[drafted]

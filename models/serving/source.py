@@ -43,7 +43,8 @@ class ExportSource:
     @property
     def has_draft_vocab(self) -> bool:
         """Whether servers have a place for a draft vocabulary; they let EAGLE-1 and Medusa heads draft any token."""
-        return isinstance(self.drafter, DFlash) or (isinstance(self.drafter, Eagle) and self.drafter.config.version == 3)
+        drafter = self.drafter
+        return isinstance(drafter, DFlash) or (isinstance(drafter, Eagle) and drafter.config.version == 3)
 
     @property
     def dtype(self) -> torch.dtype:

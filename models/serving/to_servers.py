@@ -127,8 +127,8 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
 
 
 def _dflash(source: ExportSource, dflash: DFlash) -> Written:
-    """A DFlash drafter as z-lab publishes them. Of a draft vocabulary the rows of the target's LM head are written, which
-    vLLM reads; SGLang drafts from all tokens."""
+    """A DFlash drafter as z-lab publishes them. Of a draft vocabulary the rows of the target's LM head are written,
+    which vLLM reads; SGLang drafts from all tokens."""
     c, target = dflash.config, source.loaded()
     some = torch.arange(min(64, c.vocab_size), device=target.device)
     if not torch.equal(target.embeddings(some), cast(Tensor, target.embeddings.weight)[some]):

@@ -32,7 +32,8 @@ BIN = Path(sys.executable).parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {f"smollm2-{name}" for name in "distill dynaspec eagle3 medusa medusa2 ssm".split()}
-NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "dflash distill draft dynaspec eagle1 eagle3 lm medusa medusa2 ssm".split()}
+NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "distill draft dynaspec eagle1 eagle3 lm medusa medusa2 ssm".split()}
+NOTHING_OF_THE_HUB |= {"tiny-dflash"}
 STAGE = ["steps=4", "epochs=null", "batch={sequences: 4, accumulate: 2}"]
 SIZES = ["target.dtype=float32", "data.max_length=224", "precision.autocast=none", "precision.threads=1"]
 SIZES += ["checkpoint.every=4", "evaluate={every: 2, sequences: 8}", *(f"stages.0.{size}" for size in STAGE)]

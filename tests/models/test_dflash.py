@@ -196,7 +196,7 @@ def test_autocast(target):
 
 
 def test_anchors_are_drawn_from_each_answer():
-    """A token and the next one are an answer's; of each sample so many at most, the same ones whatever else is there."""
+    """A token and the next one are an answer's; of each sample so many at most, whatever else is there."""
     segment = torch.tensor([[1] * 6 + [2] * 8 + [3] * 4 + [0] * 2] * 2)
     supervised = torch.zeros(2, 20, dtype=torch.bool)
     supervised[:, [3, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]] = True

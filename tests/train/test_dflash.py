@@ -90,13 +90,13 @@ def defined(module, rows):
                 else:
                     found.append(-log_q[k - 1, [*known].index(label)] if label in known else None)
                 numbers[k - 1] += 1
-            smoothed = [0.5 if one is None else 0.5 + 0.5 * math.exp(-float(one)) for one in found]
+            smoothed = [0.5 if one is None else 0.5 + 0.5 * math.exp(-float(one.detach())) for one in found]
             reached = [*itertools.accumulate(smoothed, lambda a, b: a * b)]
             for k, one in enumerate(found):
                 weight = sum(reached[k:]) if module.gamma is None else math.exp(-k / module.gamma)
                 whole += 1 if module.gamma is None else weight
                 if one is not None:
-                    weighted, losses[k] = weighted + weight * one, losses[k] + float(one)
+                    weighted, losses[k] = weighted + weight * one, losses[k] + float(one.detach())
     return numbers, weighted / whole, losses
 
 
@@ -129,9 +129,10 @@ def test_labels_are_the_tokens_behind_the_anchor(make_target):
     labels = module.labels(batch)
     places = (labels[0] != -100).nonzero().tolist()
     assert len(places) > 5
+    tokens = F.pad(batch["tokens"], (0, SLOTS), value=-100)
     for (row, anchor), k in itertools.product(places, range(1, SLOTS)):
         label = int(labels[k - 1, row, anchor])
-        assert label in (-100, int(batch["tokens"][row, anchor + k])) and (k > 1 or label >= 0)
+        assert label in (-100, int(tokens[row, anchor + k])) and (k > 1 or label >= 0)
     loss, _ = module({**batch, "labels": labels}, module.count(batch), 0)
     moved = torch.where(labels == -100, -100, labels.roll(1, 0).clamp(min=1))
     other, _ = module({**batch, "labels": moved}, module.count(batch), 0)
@@ -198,7 +199,7 @@ def test_the_run_folder(whole):
     assert config["mask_token_id"] not in held_out, "a token that no row has"
     losses, tau = metrics(whole, "loss"), metrics(whole, "simulated_tau")
     assert losses[20] < losses[10] and list(tau) == [0, 10, 20] and max(tau.values()) == facts["simulated_tau"] > 1.02
-    assert {f"position{k}_held_out_top1" for k in range(1, SLOTS)} <= set((whole / "metrics.jsonl").read_text().split('"'))
+    assert len(metrics(whole, f"position{SLOTS - 1}_held_out_top1")) == 3
     real = metrics(whole, "tau")
     assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
     (whole / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
@@ -231,7 +232,7 @@ def test_plans_count_what_trains(recipe, whole, tiny_lm):
 
 
 def test_dpace_weights():
-    """The published implementation's, of blocks that end early; of a token that cannot be drafted the confidence is 0."""
+    """The published implementation's, of blocks that end early; a token that cannot be drafted has confidence 0."""
     losses = torch.tensor([[0.0, 0.0, 0.0], [math.log(2), 0.0, 0.0], [0.0, 0.0, 0.0]])
     labels = torch.tensor([[4, 4, 4], [4, -1, 4], [4, -100, -100]])
     wanted = torch.tensor([[3.0, 2.0, 1.0], [0.75 + 0.375 + 0.375, 0.75, 0.375], [1.0, 0.0, 0.0]])

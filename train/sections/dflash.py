@@ -13,20 +13,23 @@ class DFlashSection(Section):
     tiny: ClassVar[dict[str, Any]] = {"block_size": 4, "captured_layers": None, "mask_token_id": None}
 
     block_size: int = Field(
-        default=8, ge=2, le=64, description="tokens of a block; the first one is given, so that the drafts are one fewer"
+        default=8,
+        ge=2,
+        le=64,
+        description="tokens of a block; the first one is given, so that the drafts are one fewer",
     )
     num_layers: Layers = Field(default=2, description="of the drafter")
     captured_layers: list[int] | None = Field(
         default=None,
         min_length=1,
-        description="it reads the inputs of these layers of the target; null: those of init_from, else 2, n/2 and n − 3 "
-        "of n layers",
+        description="it reads the inputs of these layers of the target; null: those of init_from, else 2, n/2 and "
+        "n − 3 of n layers",
     )
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
-        description="the token that stands for a draft; no training row may have it. null: that of init_from, else an id "
-        "behind those of the tokenizer, else the highest one that no row has",
+        description="the token that stands for a draft; no training row may have it. null: that of init_from, else an "
+        "id behind those of the tokenizer, else the highest one that no row has",
     )
     draft_vocab_size: DraftVocabSize = None
     intermediate_size: int | None = Field(
@@ -38,8 +41,8 @@ class DFlashSection(Section):
     anchors: Positive = Field(default=512, description="blocks of a conversation in a step, drawn anew at each visit")
     loss: Literal["ce", "lk"] = Field(
         default="ce",
-        description="ce: cross-entropy to the answer's tokens; lk (with weights=gamma): as that of EAGLE-3, against the "
-        "target's distribution (arXiv 2602.23881)",
+        description="ce: cross-entropy to the answer's tokens; lk (with weights=gamma): as that of EAGLE-3, against "
+        "the target's distribution (arXiv 2602.23881)",
     )
     weights: Literal["dpace", "gamma"] = Field(
         default="dpace",
@@ -86,7 +89,7 @@ class DflashRecipe(DrafterRecipe):
         for source in [*self.data.train, *self.data.validation]:
             if source.answers is not None and source.answers.new_tokens < self.drafter.block_size + 1:
                 raise ValueError(
-                    f"answers.new_tokens must exceed drafter.block_size = {self.drafter.block_size}: blocks are drafted "
-                    "inside of answers"
+                    f"answers.new_tokens must exceed drafter.block_size = {self.drafter.block_size}: blocks are "
+                    "drafted inside of answers"
                 )
         return self
