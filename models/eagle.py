@@ -135,8 +135,8 @@ class EagleConfig:
         count = config.num_hidden_layers
         layers = tuple(captured_layers) or (layers_to_capture(count) if version == 3 else ())
         check_captured(layers, count)
-        sizes = sizes_for(config, vocab_size, context, intermediate_size)
-        return cls(version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **sizes, **options)
+        own = {**sizes_for(config, vocab_size, context, intermediate_size), **options}
+        return cls(version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **own)
 
     @property
     def outputs(self) -> int:

@@ -185,7 +185,7 @@ def shape_of(recipe: DflashRecipe) -> dict[str, Any]:
 def plans(recipe: DflashRecipe) -> list[Plan]:
     """What each stage costs."""
     d, shape, length = recipe.drafter, target_shape(recipe.target), recipe.data.max_length
-    known = shape_of(recipe) | {"draft_vocab_size": d.draft_vocab_size}
+    known: dict[str, Any] = shape_of(recipe) | {"draft_vocab_size": d.draft_vocab_size}
     known["mask_token_id"] = known["mask_token_id"] or 0
     made = DFlashConfig.for_target(shape.config, shape.vocab_size, length, **known)
     with torch.device("meta"):

@@ -156,7 +156,7 @@ class _Layers:
         lean.not_fused = "" if self.kernel and not on_cpu and all(map(can_fuse, lean.layers)) else NO_KERNELS
         self.tables = lean.tables(self.capacity)
         self.numbers = torch.arange(self.capacity, device=device)
-        self.ids = torch.full((rows, slots), config.mask_token_id, dtype=torch.int64, device=device)
+        self.masks = torch.full((rows, slots - 1), config.mask_token_id, dtype=torch.int64, device=device)
         # Each slot of a block sees all of them.
         self.ancestors = torch.full((rows, slots, 1), -1 if slots == 64 else (1 << slots) - 1, device=device)
         self.depth = self.numbers[:slots].int().expand(rows, -1).contiguous()
@@ -181,7 +181,7 @@ class _Layers:
         """Run the blocks of ``roots [B]`` behind each row's first ``lengths [B]`` tokens: what the LM head reads
         ``[B, S, d]``."""
         config, slots = self.dflash.config, self.dflash.config.block_size
-        self.ids[:, 0] = roots
+        tokens = torch.cat((roots[:, None], self.masks), 1)
         places = lengths[:, None] + self.numbers[:slots]
         seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + slots
         biases: Biases | None = None
@@ -204,7 +204,7 @@ class _Layers:
         ]
         at = places.clamp(max=len(self.tables[""]) - 1), places
         masks: dict[str, Any] = {"biases": biases, "tree_keys": tree_keys, "buffers": self.buffers}
-        return self.lean.forward(self.ids, *at, views, self.tables, **masks)[0]
+        return self.lean.forward(tokens, *at, views, self.tables, **masks)[0]
 
 
 # ---- the family, as inference/drafters/family.py describes it

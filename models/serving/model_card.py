@@ -43,9 +43,9 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         return "programs that read the published layout from safetensors", method, files
     if isinstance(source.drafter, DFlash):
         slots = source.drafter.config.block_size
-        sglang = f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
-        sglang += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
-        return "vLLM and SGLang", method, f"{vllm}\n{sglang}"
+        vllm += f"\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+        vllm += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
+        return "vLLM and SGLang", method, vllm
     if to == "speculators":
         return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if to == "openvino":

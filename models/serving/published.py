@@ -302,7 +302,7 @@ def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     shape = DFlashConfig(
         _number(config, "block_size"),
         layers,
-        nested.get("mask_token_id"),
+        cast(int, nested.get("mask_token_id")),  # the config checks it
         tuple(layer + 1 for layer in ids),
         target.num_layers,
         target.hidden_size,

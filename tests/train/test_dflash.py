@@ -211,6 +211,12 @@ def test_kept_features_train_as_fresh_ones(whole, train):
     assert kept == pytest.approx(metrics(whole, "loss"), rel=1e-4)
 
 
+def test_a_mask_token_that_some_row_has_is_refused(whole, train):
+    tokens = load_file(whole / "held_out/model.safetensors")["tokens"]
+    message = f"drafter.mask_token_id={tokens[0, 3]}: some rows have this token; give one that no row has, or null"
+    assert train.refused("z", f"drafter.mask_token_id={tokens[0, 3]}") == f"error: {message}\n"
+
+
 def test_begin_with_another_drafter(whole, train):
     """Its weights, vocabulary, mask token and layers; another shape is refused."""
     other = [f"init_from={whole}", "stages.0.optim.lr=1e-9", "stages.0.steps=2", "evaluate={every: 2}"]

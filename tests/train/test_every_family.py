@@ -254,7 +254,6 @@ REFUSALS = [
     ("dflash", "drafter.captured_layers=[1, 1]", "captured_layers: [1, 1] have to be different layers"),
     ("dflash", "drafter.block_size=32", "answers.new_tokens must exceed drafter.block_size = 32"),
     ("dflash", "drafter.mask_token_id=300", "drafter.mask_token_id=300: the target's ids are 0 to 299"),
-    ("dflash", "drafter.mask_token_id=40", "drafter.mask_token_id=40: some rows have this token; give one that no "),
     ("dflash", "drafter.loss=lk", "loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too"),
     ("dflash", "precision.compile=true", "precision.compile: the blocks are others in every step"),
     ("dflash", "export.merged=true", "export.merged: no DFlash drafter changes the target"),

@@ -146,7 +146,7 @@ class UnequalMasks(Checked):
 
     def allocate(self, *args):
         super().allocate(*args)
-        self.layers.ids[:, 2] = 5
+        self.layers.masks[:, 1] = 5
 
 
 class Causal(Checked):

@@ -132,7 +132,7 @@ EXACT = {
     "topk of a draft model": (of(compressed, name="topk", own=False), (COUPLED, APART, GREEDY)),
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
-    "DFlash and n-grams": (merged(of(block), of(ngram)), (STATIC, GREEDY, COUPLED)),
+    "DFlash and n-grams": (merged(of(block), of(ngram)), (GREEDY, COUPLED)),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
 # Whose trees are cut for a whole batch, or depend on its costs.
