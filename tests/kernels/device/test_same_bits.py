@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from bounds import assert_within, attention_bound
