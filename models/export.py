@@ -35,7 +35,8 @@ _NOT_FOR = {  # options that a format has no use for, and why
     "hf": ("target served_target speculative_tokens dtype", "uploads the run's folder as it is"),
     "merged": ("served_target speculative_tokens dtype push_to_hub", "writes the target alone, as it is stored"),
 }
-_UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk")  # drafters without a folder
+# Drafters without a folder.
+_UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "streamingllm16", "snapkv", "topk")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.drafters.compressed import Selector
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
+from draftsmith.inference.drafters.eagle_window import PairWindow, check_selector
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -52,14 +54,16 @@ class EagleDrafter(Drafter):
         eagle: is cast to the target's dtype and moved to its device.
         tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
         draws: of a fixed tree, as ``Levels`` takes it.
-        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec, low rank).
+        selector: the layer attends to K of the text's pairs, the first and the last ones, and keeps no others: for long
+            texts (:mod:`draftsmith.inference.drafters.eagle_window`).
 
     Raises:
-        ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take, or
-            the tree is empty, too large, or asks for more tokens than it drafts.
+        ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take,
+            the tree is empty, too large, or asks for more tokens than it drafts, or the selector is not for it.
     """
 
-    static = reuses = True
+    static = True
     reads_own_path = False
 
     def __init__(
@@ -70,6 +74,7 @@ class EagleDrafter(Drafter):
         *,
         draws: DrawKind = "without_replacement",
         shortlist: ShortlistHead | None = None,
+        selector: Selector | None = None,
     ) -> None:
         config = eagle.config
         check_context(eagle, target)
@@ -87,22 +92,27 @@ class EagleDrafter(Drafter):
             check_router(shortlist, config.hidden_size, config.hidden_size)
             after_head = after_head_of(target) if config.projection == "shared" else None
             self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, after_head)
-        self._take(tree, draws)
+        self._take(tree, draws, selector)
 
     def with_tree(
-        self, tree: Sequence[int] | Topology | DynamicShape, *, draws: DrawKind = "without_replacement"
+        self,
+        tree: Sequence[int] | Topology | DynamicShape,
+        *,
+        draws: DrawKind = "without_replacement",
+        selector: Selector | None = None,
     ) -> "EagleDrafter":
-        """A drafter with the same weights and another tree."""
+        """A drafter with the same weights, and another tree and cache."""
         other = copy(self)
         other.shortlists, other.layer = copy(self.shortlists), copy(self.layer)  # with buffers of their own
-        other._take(tree, draws)
+        other._take(tree, draws, selector)
         return other
 
-    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
+    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, selector: Selector | None) -> None:
+        if selector is not None:
+            check_selector(selector, self.eagle.config)
+        self.tree, self.selector, self.reuses = tree, selector, selector is None
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
-        changed = self.shared is not None and self.shared.changes_logits
-        module = None if self.shortlists is not None or changed else self.draft_head
-        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
+        self._take_head()
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
@@ -113,21 +123,30 @@ class EagleDrafter(Drafter):
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
 
+    def _take_head(self) -> None:
+        changed = self.shared is not None and self.shared.changes_logits
+        module = None if self.shortlists is not None or changed else self.draft_head
+        topk = None if self.shortlists is None else self.shortlists.topk
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids, topk)
+
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         config, device, dtype = self.eagle.config, self.device, self.target.dtype
         rows, self.eager = cache.rows, not static
         # A dynamic tree runs more nodes than it has.
-        capacity = cache.capacity + (0 if self.shape is None else self.shape.runs)
-        self.layer.allocate(rows, capacity, static)
+        runs = 0 if self.shape is None else self.shape.runs
         self.plans: Plans | None = None  # of the step
         self.verified_depth = max_depth
         self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
         self.max_missing = len(self.chains) - 1
-        if self.shape is None:
-            self.levels.allocate(rows, device, static)
+        self.window: PairWindow | None = None
+        if self.selector is None:
+            self.layer.allocate(rows, cache.capacity + runs, static)
         else:
-            self.dynamic = DynamicTree(self.shape, rows, device)
-            self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
+            step_slots = 1 + max(self.num_nodes, 1 + runs, self.max_missing)
+            slots = PairWindow.slots(self.selector, self.max_missing, step_slots)
+            self.layer.allocate(rows, slots, static, cache.capacity + runs)
+            self.window = PairWindow(self.selector, self.layer, max_depth + 1, step_slots)
+        self._allocate_tree(rows, static)
         if self.shortlists is not None:
             self.shortlists.allocate(static)
         # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
@@ -145,12 +164,23 @@ class EagleDrafter(Drafter):
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = self.layer.numbers
 
+    def _allocate_tree(self, rows: int, static: bool) -> None:
+        device = self.device
+        if self.shape is None:
+            self.levels.allocate(rows, device, static)
+            return
+        self.dynamic = DynamicTree(self.shape, rows, device)
+        self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
+
     def buffers(self) -> Sequence[Tensor]:
         return self.cached, self.missing_tokens, self.missing_features
 
     def begin(self, rows: Rows) -> None:
         self.reused -= {*row_numbers(rows)}
         self.cached[rows] = ALL_CACHED  # all pairs of the prompt but the last, which is the root's
+        if self.window is not None:
+            for row in row_numbers(rows):
+                self.window.begin(row)
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         """Write the K/V of the pairs that end in the parts: each token with the feature before it, except for the first
@@ -171,10 +201,22 @@ class EagleDrafter(Drafter):
             paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
             pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
-            self.layer.both[chunk.rows[paired], slots] = self.layer.keys_values(*pair)[0]
+            found = self.layer.keys_values(*pair)[0]
+            if self.window is None:
+                self.layer.both[chunk.rows[paired], slots] = found
+                return
+            counts = [part.count - (not part.start) for part in chunk.parts]
+            for part, own in zip(chunk.parts, found.split(counts), strict=True):
+                self.window.read(part.row, max(0, part.start - 1), own)
 
     def end(self, row: int) -> None:
         self.at_end[row] = self.cached[row].clone()
+        if self.window is not None:
+            self.window.end(row)
+
+    def prepare(self, state: State) -> None:
+        if self.window is not None:
+            self.window.prepare(state, self.cached)
 
     def reusable(self, source: int, common: int, read: int) -> int:
         """All but one: the pair of the next token, which the text has, too, is written already, and the feature before
@@ -200,8 +242,11 @@ class EagleDrafter(Drafter):
             self.skipped = True
             return
         tokens, fused, missing = self._root_pairs(state, before)
-        slots = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
-        rotations = self.layer.table[slots.clamp(max=len(self.layer.table) - 1)]
+        places = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
+        rotations = self.layer.table[places.clamp(max=len(self.layer.table) - 1)]
+        slots = places
+        if self.window is not None:
+            slots = self.window.after(before - missing)[:, None] + self.numbers[: tokens.shape[1]]
         self.layer.both[self.row_numbers[:, None], slots] = self.layer.keys_values(tokens, fused, rotations)
 
     def propose(self, state: State) -> TokenTree:
@@ -284,7 +329,10 @@ class EagleDrafter(Drafter):
         return Proposals(tokens, log_q, hidden[0])
 
     def _run(self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
-        return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
+        if self.window is None:
+            return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
+        after, left_out = self.window.after(lengths), self.window.left_out
+        return self.layer.run(level, tokens, hidden, after, self.plans, fixed, left_out)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.shortlists is not None:
@@ -329,8 +377,14 @@ def open_drafter(
 ) -> Loader:
     """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
-    given = read_dynamic(tree) or read_tree(tree)
     eagle = Eagle.from_artifact(config, weights, str(folder))
+    if eagle.config.parallel:
+        from draftsmith.inference.drafters.parallel_eagle import open_parallel  # which is built on this module
+
+        if shortlist is not None:
+            raise ValueError(f"{folder}: a drafter of one pass takes no shortlists; use one of a pass for each level")
+        return open_parallel(folder, eagle, tree, merged)
+    given = read_dynamic(tree) or read_tree(tree)
     outputs = fewest_outputs(eagle, None if shortlist is None else shortlist.config)
     if isinstance(given, DynamicShape):
         try:
