@@ -7,7 +7,9 @@ The target answers the prompts once, greedily. Each drafter then reads these tex
 every true token at every depth after the true ones before it; what a chain or a tree accepts in greedy decoding follows
 from that, step by step (inference/measure/tree_statistics.py), so that nothing is decoded with the drafters. Chains of
 --chains drafts and the drafter's own tree (tree.json; of one with a dynamic tree the fixed one beside it) are
-simulated; heads draft no longer chains than there are heads.
+simulated; heads draft no longer chains than there are heads. With --nodes, of draft heads also the best fixed tree and
+dynamic ones of so many nodes, by the heads' probabilities and by a confidence: what is counted on one half of the
+prompts chooses the trees of the other half.
 
 Training tokens are the labels that training saw, where the drafter's folder says so, else the distinct answer tokens of
 its data; or what is given: FOLDER=0.33M. Intervals of 95 % are over prompts. Written are the figures, a picture and a
@@ -28,7 +30,7 @@ from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts
 from draftsmith.inference.drafters.names import check_names
 
-ALL, TREE = "all", "tree"
+ALL, TREE, FIXED, DYNAMIC = "all", "tree", "fixed tree", "dynamic tree"
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
     list_option(parser, "--chains", [3, 5, 7], "K", "drafts of a chain (%(default)s)")
     parser.add_argument("--tree", type=Path, metavar="FILE", help="simulate this tree in place of the drafters' own")
+    list_option(parser, "--nodes", None, "N", "of draft heads, also fixed and dynamic trees of N nodes")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.json", help="the target's answers: read from there, written if missing"
     )
@@ -69,11 +72,14 @@ def given(text: str) -> tuple[str, float | None]:
 
 
 def check(args: argparse.Namespace) -> None:
-    check_options(args, "max_new_tokens", "batch_size", "chains")
+    check_options(args, "max_new_tokens", "batch_size", "chains", *(["nodes"] if args.nodes else []))
     check_counts(first=args.first)
     if args.max_new_tokens < 3:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: at least 3, so that a draft can be right or wrong")
     check_once("--chains", args.chains)
+    check_once("--nodes", args.nodes or [])
+    if min(args.nodes or [2]) < 2:
+        raise ValueError(f"--nodes {min(args.nodes)}: a tree has at least 2 nodes, the root and one draft")
     folders = [folder for folder, _ in map(given, args.drafters)]
     check_once("", folders)
     check_names(folders, args.target)
@@ -95,7 +101,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.benchmarks.common import by_kind, load_target_of, with_interval
+from draftsmith.benchmarks.common import by_kind, difference_of, load_target_of, with_interval
 from draftsmith.benchmarks.documents import markdown_table
 from draftsmith.benchmarks.tables import cell, error_bars, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object, write_text
@@ -108,8 +114,18 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import answer_text
 from draftsmith.inference.measure.calibrations import Calibration, calibration_of
 from draftsmith.inference.measure.report import OTHER
-from draftsmith.inference.measure.tree_statistics import ensemble_depths, simulated_steps
+from draftsmith.inference.measure.tree_statistics import (
+    best_tree,
+    dynamic_depths,
+    ensemble_depths,
+    fit_confidence,
+    head_choices,
+    simulated_steps,
+)
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import IndependentTree
 from draftsmith.inference.verify.tree import Topology, chain, read_trees
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.options import choose_device
 from draftsmith.models.target import Target
 from draftsmith.models.training import training_of
@@ -221,6 +237,47 @@ def tree_of(folder: Path, file: Path | None, count: int, deepest: int) -> tuple[
     return trees
 
 
+def by_halves(target: Target, heads: MedusaHeads, texts: Texts, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Accepted drafts ``[S, T]`` by form, of fixed and dynamic trees of each size: in the texts of even numbers by what
+    was counted on the others, and the other way round."""
+    parts: dict[int, tuple[Tensor, ...]] = {}
+    for numbers, tokens, supervised in texts.batches():
+        parts.update(zip(numbers, zip(*head_choices(target, heads, tokens, supervised), strict=True), strict=True))
+    ranks, log_q = (
+        pad_sequence([parts[number][i] for number in range(len(parts))], batch_first=True, padding_value=padding)
+        for i, padding in ((0, -1), (1, -torch.inf))
+    )
+    found: dict[str, Tensor] = {}
+    for half in (0, 1):
+        own = torch.arange(len(ranks)) % 2 == half
+        known, begins = ranks[~own], ranks[~own][..., 0] >= 0
+        confidence = fit_confidence(known[begins], log_q[~own][begins])
+        for nodes in sizes:
+            shape = DynamicShape(log_q.shape[-1], ranks.shape[-1], nodes)
+            accepted = {f"{FIXED}, {nodes} nodes": ensemble_depths((best_tree(known, nodes),), ranks[own][:, :, None])}
+            for form, by in (
+                (f"{DYNAMIC}, {nodes} nodes", None),
+                (f"{DYNAMIC} by confidence, {nodes} nodes", confidence),
+            ):
+                tree = IndependentTree(shape, torch.device("cpu"), by)
+                accepted[form] = dynamic_depths(tree, ranks[own], log_q[own])
+            for form, depths in accepted.items():
+                found.setdefault(form, torch.zeros(ranks.shape[:2], dtype=torch.int64))[own] = depths
+    return found
+
+
+def differences(taus: dict[str, Any]) -> dict[str, Any]:
+    """Of each dynamic tree, its τ less that of the fixed tree of as many nodes, and the interval, paired by prompt."""
+    found: dict[str, Any] = {}
+    for form, by_set in taus.items():
+        if form.startswith(DYNAMIC):
+            fixed = taus[f"{FIXED}, {form.partition(', ')[2]}"][ALL]["by_prompt"]
+            pairs = [one + other for one, other in zip(by_set[ALL]["by_prompt"], fixed, strict=True) if one[1]]
+            columns = torch.tensor(pairs, dtype=torch.float64).view(-1, 4).t()
+            found[form] = with_interval(columns, difference_of, "difference")
+    return found
+
+
 def conditional(accepted: Tensor, labelled: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
     """``[K, 2, S]``: of each text, how often the k-th draft was right at these places, and how often all before it were
     and the text has a token there. ``accepted [S, T]``; ``labelled [S, T, K]``: there is such a token."""
@@ -235,14 +292,16 @@ def conditional(accepted: Tensor, labelled: Tensor, places: Sequence[Sequence[in
     return found
 
 
-def measure(ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology, ...]]) -> dict[str, Any]:
+def measure(
+    ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology, ...]], others: dict[str, Tensor]
+) -> dict[str, Any]:
     """By form and kind of text: τ, its interval, and (committed tokens, steps) of each prompt; of the longest chain,
-    acceptance by position."""
+    acceptance by position. ``others``: accepted drafts ``[S, T]`` of further forms."""
     begins, of_set = ranks[:, :, 0, 0] >= 0, {ALL: list(range(len(kinds)))} | by_kind(kinds)
     taus: dict[str, Any] = {}
     positions: dict[str, Any] = {}
-    for form, trees in forms.items():
-        accepted = ensemble_depths(trees, ranks)
+    accepted_by = {form: ensemble_depths(trees, ranks) for form, trees in forms.items()} | others
+    for form, accepted in accepted_by.items():
         steps = simulated_steps(accepted, begins)
         sums = [[sum(tokens for _, tokens in row), len(row)] for row in steps]
         taus[form] = {}
@@ -251,9 +310,9 @@ def measure(ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology
             columns = torch.tensor(chosen_sums, dtype=torch.float64).view(-1, 2).t()
             tau = with_interval(columns, name="tau") if chosen_sums else {"tau": None, "interval": None}
             taus[form][name] = tau | {"by_prompt": [sums[n] for n in numbers]}
-        if form == TREE:
+        if form == TREE or form in others:
             continue
-        labelled = ranks[:, :, 0, : trees[0].max_depth] >= 0  # forms are in the order of depth: the longest stays
+        labelled = ranks[:, :, 0, : forms[form][0].max_depth] >= 0  # forms are in the order of depth: the longest stays
         inside = {
             "in_steps": [[place for place, _ in row] for row in steps],
             "at_all_positions": [row.nonzero().flatten().tolist() for row in begins],
@@ -265,7 +324,7 @@ def measure(ranks: Tensor, kinds: Sequence[str], forms: dict[str, tuple[Topology
                 name: [with_interval(k[:, numbers]) | {"count": int(k[1, numbers].sum())} for k in counts]
                 for name, numbers in of_set.items()
             }
-    return {"tau": taus, "acceptance_by_position": positions}
+    return {"tau": taus, "less_fixed": differences(taus), "acceptance_by_position": positions}
 
 
 # ---- tables and the picture
@@ -284,6 +343,8 @@ def rows_of(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for form, by_set in row["tau"].items():
             shown = f"{form}, {row['tree_nodes']} nodes" if form == TREE else form
             cells = [cell(by_set[name]["tau"], by_set[name]["interval"]) for name in (*sets, ALL)]
+            if less := row["less_fixed"].get(form):
+                cells[-1] += f"; less fixed {cell(less['difference'], less['interval'], '+.3f', ' to ')}"
             rows.append([row["family"], tokens_text(row["tokens"]), shown, *cells])
     return ["family", "training tokens", "form", *sets, ALL], rows
 
@@ -366,6 +427,8 @@ def main() -> None:
     opened: dict[str, Calibration] = {}
     trained: dict[str, tuple[float, str, dict[str, Any]]] = {}
     for name, (folder, config, weights) in stored.items():
+        if args.nodes and config["drafter_type"] != "medusa":
+            raise ValueError(f"--nodes: '{name}' is of type '{config['drafter_type']}'; give draft heads (medusa)")
         calibration = calibration_of(folder, config, weights)
         if calibration is None:
             raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no ranks of its own to simulate")
@@ -380,7 +443,7 @@ def main() -> None:
     texts = texts_of(target, asked, args)
     rows: list[dict[str, Any]] = []
     for name, calibration in opened.items():
-        folder, config, _ = stored[name]
+        folder, config, weights = stored[name]
         ranks = ranks_of(target, calibration, texts)
         count, deepest = ranks.shape[2:]
         if not bool((ranks >= 0).any()):
@@ -390,6 +453,9 @@ def main() -> None:
         tree = tree_of(folder, args.tree, count, deepest)
         if tree is not None:
             forms[TREE] = tree
+        others: dict[str, Tensor] = {}
+        if args.nodes:
+            others = by_halves(target, MedusaHeads.from_artifact(config, weights, str(folder)), texts, args.nodes)
         tokens, source, training = trained[name]
         version = f"-{config['version']}" if "version" in config else ""
         rows.append(
@@ -400,7 +466,7 @@ def main() -> None:
                 "tokens_are": source,
                 "training": training,
                 "tree_nodes": 1 + sum(len(each.paths) for each in tree) if tree else None,
-                **measure(ranks, texts.kinds, forms),
+                **measure(ranks, texts.kinds, forms, others),
             }
         )
     rows.sort(key=lambda row: (row["family"], row["tokens"]))

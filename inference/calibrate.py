@@ -15,7 +15,7 @@ ensemble has a tree for each of its models; the number of models that draft is c
 
 An EAGLE drafter may instead grow a dynamic tree at each step, of the nodes that it then finds likeliest. Some sizes of
 it and the fixed tree continue the same texts; the fastest size is written beside the fixed tree if it is faster than
-that, and then decodes.
+that, and then decodes. Draft heads may, too; what their dynamic trees accept is simulated on the text.
 
 `ngram`, `draft_model:PATH` and merges (`runs/demo+ngram`) choose their nodes step by step, by their own estimates of
 acceptance and by what a step costs by its number of rows. These costs are timed at their first use and kept in the

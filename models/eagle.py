@@ -10,6 +10,10 @@ them.
     EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
               logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
 
+P-EAGLE (arXiv 2602.01469) is EAGLE-3 that drafts K tokens in one pass. Draft e ≥ 1 is not made of the draft before it,
+but of (embed(mask token), fc(mask_hidden)) at position t + e, the same pair for all depths; it sees the pairs up to t
+and the mask pairs before it. So the positions of a draft are independent of each other's tokens.
+
 Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have their own embeddings, and
 be of another width than the target.
 
@@ -41,7 +45,9 @@ from draftsmith.models.vocabulary import check_projection, check_size, check_who
 SIZES = (
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
 ).split()
-_LATER = {"fc_bias", "norm_before_residual", "attention_bias", "own_embeddings", "target_hidden_size"}
+_LATER = set(
+    "fc_bias norm_before_residual attention_bias own_embeddings target_hidden_size parallel mask_token_id".split()
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class EagleConfig:
     attention_bias: q, k and v have a bias, as in Qwen2.
     own_embeddings: its own matrix ``[V, d]``, instead of the target's embeddings.
     target_hidden_size: W, width of the features, where it is not the drafter's (EAGLE-3).
+    parallel: K, the tokens that it drafts in one pass (P-EAGLE); 0: a pass for each.
+    mask_token_id: P-EAGLE's token in place of those that are not known yet.
     """
 
     version: int
@@ -81,6 +89,8 @@ class EagleConfig:
     attention_bias: bool = False
     own_embeddings: bool = False
     target_hidden_size: int | None = None
+    parallel: int = 0
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
@@ -114,6 +124,11 @@ class EagleConfig:
                 "field 'target_hidden_size': a drafter of another width is of version 3 and has embeddings and an LM "
                 "head of its own"
             )
+        if type(self.parallel) is not int or self.parallel < 0 or (self.parallel and self.version == 1):
+            raise ValueError(f"field 'parallel' is {self.parallel!r}; it has to be a whole number, of EAGLE-1 0")
+        mask = self.mask_token_id
+        if self.parallel and (type(mask) is not int or not 0 <= mask < self.vocab_size):
+            raise ValueError(f"field 'mask_token_id' is {mask!r}; it has to be a token of {self.vocab_size}")
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -127,6 +142,7 @@ class EagleConfig:
         draft_vocab_size: int | None = None,
         captured_layers: Sequence[int] = (),
         intermediate_size: int | None = None,
+        parallel: int = 0,
         **options: bool,
     ) -> "EagleConfig":
         """The config that fits a target.
@@ -159,6 +175,8 @@ class EagleConfig:
             rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
             captured_layers=layers,
             draft_vocab_size=draft_vocab_size,
+            parallel=parallel,
+            mask_token_id=vocab_size - 1 if parallel else None,
             **options,
         )
 
@@ -247,6 +265,9 @@ class Eagle(nn.Module):
         self.input_norm = nn.RMSNorm(captured * read, eps) if config.norm_before_fc else None
         norms = (nn.RMSNorm(read, eps) for _ in range(captured))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.mask_hidden: nn.Parameter | None = None  # in place of the features of drafts, before fc
+        if config.parallel:
+            self.mask_hidden = nn.Parameter(0.02 * torch.randn(inputs))
         self.embed_tokens = nn.Embedding(config.vocab_size, d) if config.own_embeddings else None
         self.lm_head = nn.Linear(d, config.outputs, bias=False) if config.projection == "own" else None
         draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
@@ -306,13 +327,22 @@ class Eagle(nn.Module):
         width = self.config.feature_size
         if self.config.version == 1:
             return features[..., :width]
-        captured = features[..., width:]
+        return self._fuse_captured(features[..., width:])
+
+    def _fuse_captured(self, captured: Tensor) -> Tensor:
+        width = self.config.feature_size
         if self.input_norm is not None:
             captured = self.input_norm(captured)
         if self.fc_norm is not None:
             parts = zip(self.fc_norm, captured.split(width, -1), strict=True)
             captured = torch.cat([norm(part) for norm, part in parts], -1)
         return self.fc(captured)
+
+    def mask_pair(self, embed: nn.Module) -> tuple[Tensor, Tensor]:
+        """The embedding and the feature of drafts that are not known yet (P-EAGLE), ``[d]`` each."""
+        assert self.mask_hidden is not None and self.config.mask_token_id is not None
+        token = torch.tensor(self.config.mask_token_id, device=self.mask_hidden.device)
+        return embed(token), self._fuse_captured(self.mask_hidden.to(self.fc.weight.dtype))
 
     def attention_input(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Input of q, k and v, and the residual ``[…, d]``, of pairs (e, g): ``[…, d]`` each."""
@@ -367,7 +397,8 @@ class Eagle(nn.Module):
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
         In step i, index t has drafted x_{t+2} … x_{t+i+1}, the true tokens, and now predicts x_{t+i+2}. It sees the
-        first step's pairs up to t, made of the target's features, and its own later ones.
+        first step's pairs up to t, made of the target's features, and its own later ones. Those of P-EAGLE hold neither
+        true tokens nor the drafter's own states.
 
         Args:
             features: ``[B, T, F]`` as :meth:`fuse` takes them, in the drafter's dtype.
@@ -403,6 +434,8 @@ class Eagle(nn.Module):
             own, kept = q, residual
             if step:
                 embeddings = embed(following.gather(1, chosen + step)).to(dtype)
+                if self.mask_hidden is not None:
+                    embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
                 x, kept = self.attention_input(embeddings, hidden)
                 own, keys = self.heads(x, *self.rotary(x, positions + step))
                 later = (*later, keys)

@@ -6,6 +6,7 @@
     EAGLE-3   L = Σ_i 0.8^i · CE(p_{t+1+i} ‖ q_{t,i}), i = 0 … K − 1: training-time test, K steps of drafting from
               every position, each on the drafter's own states of the steps before it
               drafter.loss=lk: LK in place of CE, which approaches the probability that a draft is accepted
+              drafter.one_pass (P-EAGLE): K drafts of one pass, all of weight 1 (arXiv 2602.01469)
     EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
 
 p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.parallel_eagle import drafter_of
 from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
 from draftsmith.kernels.soft_loss import Teacher
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
@@ -144,7 +145,8 @@ class EagleTraining(nn.Module):
         head: Any = eagle.draft_head(self.target.lm_head)
         after = self.target.after_head if eagle.lm_head is None and self.target.changes_logits else None
         counts = counts.clamp(min=1)
-        weights = (1.0 if eagle.config.version == 3 else CE_WEIGHT) * HEAD_DECAY ** (ahead.flatten() - 1) / counts
+        decay = 1.0 if eagle.config.parallel else HEAD_DECAY
+        weights = (1.0 if eagle.config.version == 3 else CE_WEIGHT) * decay ** (ahead.flatten() - 1) / counts
         given = (teacher, rows.flatten(1)[number, place], weights[number])
         loss, found = linear_soft_loss(torch.cat(outs), head.weight, *given, getattr(head, "bias", None), after)
         means = torch.stack([part.sum(1) for part in found.split(sizes, 1)]) / counts[:, None]
@@ -161,15 +163,21 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
-    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
+    depth = depth_of(eagle)
+    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth))
     labelled, tree = ranks >= 0, selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
-    for k in range(DEPTH):
+    for k in range(depth):
         right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
         metrics[f"step{k + 1}_held_out_top1"] = float(right)
     # The drafter casts its weights: a copy.
-    return metrics | run.decode_tau(target, lambda: EagleDrafter(copy.deepcopy(eagle), target, tree))
+    return metrics | run.decode_tau(target, lambda: drafter_of(copy.deepcopy(eagle), target, tree))
+
+
+def depth_of(eagle: Eagle) -> int:
+    """Of the drafts that are measured on held-out rows."""
+    return min(DEPTH, eagle.config.parallel or DEPTH)
 
 
 def plans(recipe: EagleRecipe) -> list[Plan]:
@@ -203,6 +211,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
         return made
     stored = start.config
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
+    own |= {"parallel", "mask_token_id"}
     own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 
@@ -231,7 +240,7 @@ def train(run: Run[EagleRecipe]) -> None:
     for stage in recipe.stages:
         fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
-        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=DEPTH))
+        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth_of(eagle)))
     tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)

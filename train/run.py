@@ -226,6 +226,8 @@ class Run(Generic[R]):
             folder, config, weights = read_drafter(self.start)
             check_target(folder, config, target)
             own = drafter.state_dict()
+            if "mask_hidden" in own:  # P-EAGLE may begin with an EAGLE-3 drafter, which has none
+                weights.setdefault("mask_hidden", own["mask_hidden"])
             if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):

@@ -143,6 +143,7 @@ TREES = (
     "{eagle}/tree.json {here}/fixed.json {here}/dynamic.json "
     '\'{"top_k": 4, "depth": 6, "nodes": 32}\''
 )
+HEADS_TREES = TREES.replace("{eagle}", "{drafter}").replace('"depth": 6', '"depth": 4')
 # About 190 M parameters and 8 M tokens: beyond toys. Not compiled: Inductor would take longer than the training.
 MIDDLE = (
     "precision.compile=false tokenizer=models/tiny-lm model.hidden_size=1024 model.num_layers=16 model.num_heads=16 "
@@ -256,6 +257,12 @@ PARTS = (
         (SAME_BITS + decode("{drafter}", "", "--baseline engine", LONG, "20"),),
         (SAME_BITS + decode("{drafter}", "", "--baseline engine", SHORT),),
         judges.judge_decode("same-bits", 1, exact=True), (*REPORT, "triton"), ("medusa",),
+    ),
+    Part(
+        "medusa-dynamic", "heads in dynamic trees: output identical, CUDA graphs (speed-up: unmeasured, no goal)", 90,
+        (HEADS_TREES, decode("{drafter}", "", "--tree {here}/dynamic.json --baseline engine", LONG, "20")),
+        (HEADS_TREES, decode("{drafter}", "", "--tree {here}/dynamic.json --baseline engine", SHORT)),
+        judges.judge_decode("medusa-dynamic", 1), (*REPORT, "triton"), ("medusa",),
     ),
     Part(
         "draft-model", "output identical, CUDA graphs, alone and merged with n-grams", 90,
@@ -440,6 +447,7 @@ BUNDLES = {
     "budget": ("budget",),
     "magicdec": ("magicdec",),
     "smollm2": ("smollm2",),
+    "medusa-dynamic": ("medusa-dynamic",),
 }
 
 

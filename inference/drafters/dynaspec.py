@@ -1,5 +1,5 @@
-"""An EAGLE drafter whose levels compute only a shortlist of the LM head's rows: DynaSpec (arXiv 2510.13847), FR-Spec or
-VocabTrim (:mod:`draftsmith.models.shortlist`).
+"""An EAGLE drafter whose levels compute only a shortlist of the LM head's rows: DynaSpec (arXiv 2510.13847), FR-Spec,
+VocabTrim or low rank (:mod:`draftsmith.models.shortlist`).
 
 Its folder holds the shortlists, and the drafter as a part, a folder of its own.
 """
@@ -24,6 +24,8 @@ def check_eagle(folder: Path, config: dict[str, Any]) -> None:
     """Raise a ValueError unless a drafter is of the family that takes shortlists."""
     if (family := config["drafter_type"]) != "eagle":
         raise ValueError(f"{folder}: drafters of type '{family}' take no shortlists; EAGLE drafters do")
+    if config.get("parallel"):
+        raise ValueError(f"{folder}: an EAGLE drafter of one pass (drafter.one_pass) takes no shortlists; use another")
 
 
 def read_parts(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[ShortlistHead, Artifact]:

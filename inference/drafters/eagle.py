@@ -54,7 +54,7 @@ class EagleDrafter(Drafter):
         eagle: is cast to the target's dtype and moved to its device.
         tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
         draws: of a fixed tree, as ``Levels`` takes it.
-        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec, low rank).
         selector: the layer attends to K of the text's pairs, the first and the last ones, and keeps no others: for long
             texts (:mod:`draftsmith.inference.drafters.eagle_window`).
 
@@ -112,9 +112,7 @@ class EagleDrafter(Drafter):
             check_selector(selector, self.eagle.config)
         self.tree, self.selector, self.reuses = tree, selector, selector is None
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
-        changed = self.shared is not None and self.shared.changes_logits
-        module = None if self.shortlists is not None or changed else self.draft_head
-        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
+        self._take_head()
         self.shape: DynamicShape | None = None
         if isinstance(tree, DynamicShape):
             tree.check_outputs(outputs)
@@ -124,6 +122,12 @@ class EagleDrafter(Drafter):
         self.levels = Levels(tree, outputs, self.target.vocab_size, draws)
         self.num_nodes, self.max_depth = self.levels.num_nodes, self.levels.max_depth
         self.branching, self.random = self.levels.branching, self.levels.random
+
+    def _take_head(self) -> None:
+        changed = self.shared is not None and self.shared.changes_logits
+        module = None if self.shortlists is not None or changed else self.draft_head
+        topk = None if self.shortlists is None else self.shortlists.topk
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids, topk)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         config, device, dtype = self.eagle.config, self.device, self.target.dtype
@@ -142,11 +146,7 @@ class EagleDrafter(Drafter):
             slots = PairWindow.slots(self.selector, self.max_missing, step_slots)
             self.layer.allocate(rows, slots, static, cache.capacity + runs)
             self.window = PairWindow(self.selector, self.layer, max_depth + 1, step_slots)
-        if self.shape is None:
-            self.levels.allocate(rows, device, static)
-        else:
-            self.dynamic = DynamicTree(self.shape, rows, device)
-            self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
+        self._allocate_tree(rows, static)
         if self.shortlists is not None:
             self.shortlists.allocate(static)
         # Number of each text's pairs in the cache, and the tokens and features of the pairs after these, up to the
@@ -163,6 +163,14 @@ class EagleDrafter(Drafter):
         self.waiting = torch.zeros(rows, fused, dtype=dtype, device=device)
         self.row_numbers = torch.arange(rows, device=device)
         self.numbers = self.layer.numbers
+
+    def _allocate_tree(self, rows: int, static: bool) -> None:
+        device = self.device
+        if self.shape is None:
+            self.levels.allocate(rows, device, static)
+            return
+        self.dynamic = DynamicTree(self.shape, rows, device)
+        self.key_depths = torch.zeros(1, max(self.shape.runs, 1), dtype=torch.int32, device=device).expand(rows, -1)
 
     def buffers(self) -> Sequence[Tensor]:
         return self.cached, self.missing_tokens, self.missing_features
@@ -369,8 +377,14 @@ def open_drafter(
 ) -> Loader:
     """The layer and its tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
-    given = read_dynamic(tree) or read_tree(tree)
     eagle = Eagle.from_artifact(config, weights, str(folder))
+    if eagle.config.parallel:
+        from draftsmith.inference.drafters.parallel_eagle import open_parallel  # which is built on this module
+
+        if shortlist is not None:
+            raise ValueError(f"{folder}: a drafter of one pass takes no shortlists; use one of a pass for each level")
+        return open_parallel(folder, eagle, tree, merged)
+    given = read_dynamic(tree) or read_tree(tree)
     outputs = fewest_outputs(eagle, None if shortlist is None else shortlist.config)
     if isinstance(given, DynamicShape):
         try:

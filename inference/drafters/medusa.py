@@ -1,4 +1,5 @@
-"""Medusa as a drafter: all heads read one hidden state and fill a fixed tree of ranks (arXiv 2401.10774 §2.1).
+"""Medusa as a drafter: all heads read one hidden state and fill a tree, a fixed one of ranks (arXiv 2401.10774 §2.1) or
+in each step that of the likeliest paths (:mod:`draftsmith.inference.trees.independent`).
 
 Shape letters: B rows, K heads, R ranks kept per head, N nodes, d hidden width, S draft vocabulary (the target's if
 there is none).
@@ -13,20 +14,25 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
-from draftsmith.inference.verify.tree import StaticTree, TokenTree, Topology, read_candidates, read_weighed
-from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import Confidence, IndependentTree, RankTree, check_tree, read_independent
+from draftsmith.inference.verify.tree import TokenTree, Topology
+from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk
 from draftsmith.kernels.linear import kernel_weight
-from draftsmith.models.medusa import MedusaConfig, MedusaHeads
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
 
 HAS_TREE = True
 
 
 class MedusaDrafter(Drafter):
-    """Heads on a target's last hidden state, in a calibrated tree. Deterministic: every draw is one-hot.
+    """Heads on a target's last hidden state, in a calibrated tree or a dynamic one. Deterministic: every draw is
+    one-hot.
 
     Args:
-        acceptances: acceptance probability of each path of the topology, in its order, which its trees then have.
+        tree: of ranks, or the shape of a dynamic tree.
+        acceptances: acceptance probability of each path of a fixed tree, in its order, which its trees then have.
+        confidence: by which the nodes of a dynamic tree are chosen; the heads' probabilities if left out.
 
     Raises:
         ValueError: the tree is deeper than there are heads, or asks for a rank beyond the vocabulary.
@@ -36,23 +42,26 @@ class MedusaDrafter(Drafter):
     reads_own_path = False
 
     def __init__(
-        self, heads: MedusaHeads, topology: Topology, target: Target, acceptances: Sequence[float] | None = None
+        self,
+        heads: MedusaHeads,
+        tree: Topology | DynamicShape,
+        target: Target,
+        acceptances: Sequence[float] | None = None,
+        confidence: Confidence | None = None,
     ) -> None:
         self.heads, self.target = heads.to(target.device, target.dtype), target
         self.draft_head = heads.draft_head(target.lm_head)
         self.device = target.device
         self.depths = torch.arange(heads.config.num_draft_heads, device=target.device)  # of each head's parents
-        _check_topology(topology, heads.config)
-        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
-        self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
-        weights = None if acceptances is None else [1.0, *acceptances]
-        self.tree = StaticTree(topology.parents, self.device, weights)
-        self.ranks = topology.max_rank + 1
-        # Node i takes candidate [head depth − 1, last rank of its path]; heads the tree does not use are not run.
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
-        self.choice = torch.tensor(flat, dtype=torch.int64, device=self.device)
-        self.has_acceptance = weights is not None
-        self.acceptance = None if weights is None else torch.tensor([weights], device=self.device)  # [1, N]
+        check_tree(tree, heads.config.num_draft_heads, heads.config.outputs)
+        if isinstance(tree, DynamicShape):
+            self.tree, self.has_acceptance = IndependentTree(tree, self.device, confidence), True
+            self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
+            self.branching = tree.branching
+        else:
+            self.tree, self.has_acceptance = RankTree(tree, self.device, acceptances), acceptances is not None
+            self.num_nodes, self.max_depth, self.ranks = tree.num_nodes, tree.max_depth, self.tree.ranks
+            self.branching = max(tree.parents.count(node) for node in range(tree.num_nodes))
         spread = target.spread and heads.draft_vocab is None
         self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
 
@@ -60,20 +69,21 @@ class MedusaDrafter(Drafter):
         """Nothing: heads keep no state."""
 
     def propose(self, state: State) -> TokenTree:
-        acceptance = None if self.acceptance is None else self.acceptance.expand(len(state.root), -1)
-        if not len(self.choice):
-            return self.tree.fill(state.root[:, None], acceptance=acceptance)
+        if isinstance(self.tree, IndependentTree):
+            return self.tree.grow(state.root, *self._likeliest(state, self.tree))
+        if not self.max_depth:
+            return self.tree.fill(state.root, state.root[:, None, None])
         if state.noise is not None:
-            logits = self.heads.logits(state.feature, self.draft_head, self.max_depth).transpose(0, 1)  # [B, K, S]
-            logits = self.target.after_head(logits) if self.target.changes_logits else logits
             depths, ids = self.depths[: self.max_depth], self.heads.draft_vocab
-            *_, best = state.noise.best(logits, depths, self.ranks, ids)
-            drafts = best.flatten(1).index_select(1, self.choice)
+            *_, tokens = state.noise.best(self._logits(state.feature), depths, self.ranks, ids)
         else:
-            best = self._best(state.feature).transpose(0, 1).flatten(1)  # [B, K·R]
-            drafts = self.heads.tokens(best.index_select(1, self.choice))  # [B, N − 1]
-        tokens = torch.cat([state.root[:, None], drafts], 1)
-        return self.tree.fill(tokens, acceptance=acceptance)
+            tokens = self.heads.tokens(self._best(state.feature).transpose(0, 1))
+        return self.tree.fill(state.root, tokens)  # [B, K, R]
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        """``[B, d] → [B, K, S]``, scaled or capped as the target's own."""
+        logits = self.heads.logits(feature, self.draft_head, self.max_depth).transpose(0, 1)
+        return self.target.after_head(logits) if self.target.changes_logits else logits
 
     def _best(self, feature: Tensor) -> Tensor:
         """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
@@ -85,14 +95,20 @@ class MedusaDrafter(Drafter):
         ids = head_topk(features.flatten(0, 1), weight, self.ranks)[1]
         return ids.unflatten(0, features.shape[:2])
 
-
-def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -> None:
-    if topology.max_depth > config.num_draft_heads:
-        raise ValueError(
-            f"{where}the tree is {topology.max_depth} deep, but there are {config.num_draft_heads} draft heads"
-        )
-    if topology.max_rank >= config.outputs:
-        raise ValueError(f"{where}the tree asks for rank {topology.max_rank} of a vocabulary of {config.outputs}")
+    def _likeliest(self, state: State, tree: IndependentTree) -> tuple[Tensor, Tensor]:
+        """Of each head, the log of the estimated acceptance of its R best tokens, under the noise of the text if there
+        is any, and these tokens: ``[B, K, R]`` each."""
+        ids, feature, plain = self.heads.draft_vocab, state.feature, not self.target.changes_logits
+        if state.noise is not None:
+            return state.noise.draft(self._logits(feature), self.depths[: self.max_depth], self.ranks, ids)
+        weight = kernel_weight(self.draft_head, feature) if self.shared and plain else None
+        if weight is None:
+            log_q, tokens = best_tokens(self._logits(feature), self.ranks, True, ids)
+        else:
+            features = self.heads.features(feature, self.max_depth).transpose(0, 1)  # [B, K, d]
+            best = head_topk(features.flatten(0, 1), weight, self.ranks, True, ids)
+            log_q, tokens = (each.unflatten(0, features.shape[:2]) for each in best)
+        return tree.log_acceptance(log_q), tokens
 
 
 # ---- the family, as inference/drafters/family.py describes it
@@ -101,11 +117,10 @@ def _check_topology(topology: Topology, config: MedusaConfig, where: str = "") -
 def open_drafter(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], tree: Path | None, merged: bool
 ) -> Loader:
-    """Heads and their tree, checked against each other."""
+    """Heads and their tree, checked against each other. A dynamic tree has precedence over a fixed one."""
     assert tree is not None
-    # A merge chooses from more nodes than the calibrated tree has.
-    topology, acceptances = read_candidates(tree) if merged else read_weighed(tree)
+    given, acceptances, confidence = read_independent(tree, merged)
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
-    _check_topology(topology, heads.config, f"{tree}: ")
+    check_tree(given, heads.config.num_draft_heads, heads.config.outputs, f"{tree}: ")
 
-    return Loader(lambda target, options: MedusaDrafter(heads, topology, target, acceptances))
+    return Loader(lambda target, options: MedusaDrafter(heads, given, target, acceptances, confidence))

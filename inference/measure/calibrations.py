@@ -9,6 +9,7 @@ Shape letters: S sequences, T tokens, K depths, n drafters of an ensemble, A ans
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,29 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.drafters.dynaspec import read_parts
-from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
+from draftsmith.inference.drafters.eagle import EagleDrafter, check_context, to_target
 from draftsmith.inference.drafters.family import family_of
+from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
 from draftsmith.inference.measure.rollouts import BEST, Drafts, kept, open_eagle_drafts, record
 from draftsmith.inference.measure.step_costs import StepCosts, draft_time
+from draftsmith.inference.measure.tree_search import Candidate, ComparedTree, simulate_dynamic
 from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
     chained_ranks,
+    eagle_choices,
     eagle_ranks,
     ensemble_facts,
-    head_ranks,
+    head_choices,
     matched_answers,
     next_token_ranks,
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import Confidence
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -59,7 +65,9 @@ class Calibration:
         the target. For drafters whose every level takes a forward pass, so that less deep trees may be faster; left
         out, drafting takes the same time whatever the tree.
     decoding: (target, a fixed tree or the shape of a dynamic one) → the drafter that proposes all of its nodes; for a
-        family whose drafters may grow dynamic trees.
+        family whose drafters may grow dynamic trees, with passes of their own for each level.
+    dynamic: (target, the fastest fixed tree, step costs) → dynamic trees beside it, on the text on which ``ranks`` were
+        counted; for a family that drafts all levels of them in one pass.
     """
 
     max_depth: int
@@ -67,6 +75,7 @@ class Calibration:
     facts: Callable[[Tensor], dict[str, Any]] | None = None
     step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
     decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
+    dynamic: Callable[[Target, Candidate, StepCosts], list[ComparedTree]] | None = None
 
 
 def eagle(
@@ -74,6 +83,12 @@ def eagle(
 ) -> Calibration:
     """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
     layer = Eagle.from_artifact(config, weights, str(folder))
+    if depth := min(DEPTH, layer.config.parallel):
+        return _of_one_pass(
+            depth,
+            lambda target, tokens, marks: eagle_choices(target, to_target(layer, target), tokens, marks, depth),
+            lambda tree, target, confidence: ParallelEagleDrafter(layer, target, tree, confidence=confidence),
+        )
     drafters: list[EagleDrafter] = []
 
     def first(target: Target) -> EagleDrafter:
@@ -100,11 +115,34 @@ def eagle(
 def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each head's rank of the true token, by its whole LM head; trees as deep as there are heads."""
     heads = MedusaHeads.from_artifact(config, weights, str(folder))
+    return _of_one_pass(
+        heads.config.num_draft_heads,
+        lambda target, tokens, marks: head_choices(target, heads.to(target.device), tokens, marks),
+        # A drafter casts its heads: copies.
+        lambda tree, target, confidence: MedusaDrafter(deepcopy(heads), tree, target, confidence=confidence),
+    )
+
+
+def _of_one_pass(
+    depth: int,
+    choices: Callable[..., tuple[Tensor, Tensor]],
+    drafter: Callable[[Topology | DynamicShape, Target, Confidence | None], Drafter],
+) -> Calibration:
+    """Of a drafter that drafts all levels in one pass. Dynamic trees are simulated on the ranks of the whole text,
+    which are kept with the drafter's probabilities. ``choices``: (target, tokens, supervised) → both."""
+    counted: list[tuple[Tensor, Tensor]] = []  # of each batch
 
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        return head_ranks(target, heads.to(target.device), tokens, supervised)
+        counted.append(choices(target, tokens, supervised))
+        return counted[-1][0]
 
-    return Calibration(heads.config.num_draft_heads, ranks)
+    def dynamic(target: Target, fixed: Candidate, costs: StepCosts) -> list[ComparedTree]:
+        def drafting(tree: Topology | DynamicShape, confidence: Confidence | None) -> float:
+            return draft_time(drafter(tree, target, confidence), target, costs)
+
+        return simulate_dynamic(counted, fixed, costs, drafting)
+
+    return Calibration(depth, ranks, dynamic=dynamic)
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
@@ -161,7 +199,8 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         if not opened:
             opened.append(open_eagle_drafts(*base, target))
-        found = kept(record(opened[0], tokens, supervised, BEST), opened[0].embed, shortlist).ranks
+        recorded = record(opened[0], tokens, supervised, BEST, low_rank=shortlist.low_rank)
+        found = kept(recorded, opened[0].embed, shortlist).ranks
         # A tree may have no more children of a node than the shortest list has tokens.
         return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ FEW_POSITIONS = 500  # with fewer, no tree is replaced that was calibrated on mo
 MAX_POSITIONS = 8192  # at which ranks are counted
 DYNAMIC = 0.3  # share of the time in which dynamic trees are compared; setting them up may take as long again
 FASTER = 1.02  # a dynamic tree is taken if it is so many times as fast as the fixed one
+AT_LOAD_NODES = 32  # of a dynamic tree from whose nodes each step takes those that pay, at least
 COMPARED_PROMPTS = 32  # at most
 MAX_ROWS = 16  # per batch
 COMPARED_CONTEXT = 256  # tokens of a prompt, at most
@@ -245,6 +246,8 @@ def calibrate(
             prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)
             compared = compare_dynamic(target, trees, [prompt[-length:] for prompt in prompts], watch, settings.lean)
             seconds |= {"set_up": watch.set_up, "timing": watch.elapsed}
+        elif drafter.dynamic and not settings.nodes:
+            compared = drafter.dynamic(target, chosen, costs)
     text_of = "the target's answers to the prompts" if texts else "held-out rows"
     print(f"calibrated on {text.positions:,} positions of {text_of} ({seconds['ranking']:.0f} s)")
     print_candidates(candidates, costs, compared)
@@ -321,31 +324,42 @@ def _write_tree(
         **facts,
         **calibration,
     }
+    if compared:
+        calibration["dynamic"] = [
+            {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared
+        ]
+    stored: dict[str, Any] = {}
+    faster = fastest_dynamic(compared)
+    if faster is not None:
+        shape = faster.shape
+        if at_load:
+            shape = replace(shape, nodes=min(max(shape.nodes, AT_LOAD_NODES), shape.candidates))
+        stored["dynamic"] = asdict(shape)
+        if faster.confidence is not None:
+            stored["confidence"] = asdict(faster.confidence)
     if at_load and (known := facts.get("candidates")):  # none, if no draft was right
         by_size = trees_by_size(ranks, [size for size in tree_search.SIZES if size <= len(known) + 1])
         taus = {nodes_of(trees): round(simulate_ensemble(trees, ranks), 4) for trees in by_size}
         calibration["mean_accepted_length_by_nodes"] = taus
         paths = [one["path"] for one in known]
-        write_json(folder / "tree.json", {"paths": paths, "at_load": True, "calibration": calibration})
+        write_json(folder / "tree.json", {"paths": paths, "at_load": True, **stored, "calibration": calibration})
         print(
             f"{folder / 'tree.json'}: {len(known) + 1} nodes, of which each step takes those that pay; here about "
             f"{chosen.nodes}, expected τ {chosen.tau:.2f} (a chain: {chain_tau:.2f})"
         )
+        _say_dynamic(faster, stored)
         return
-    if compared:
-        calibration["dynamic"] = [
-            {**asdict(c.shape), "tau": round(c.tau, 4), "speedup_over_fixed": round(c.speed, 4)} for c in compared
-        ]
     paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
-    stored: dict[str, Any] = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
-    faster = fastest_dynamic(compared)
-    if faster is not None:
-        stored["dynamic"] = asdict(faster.shape)
-    write_json(folder / "tree.json", {**stored, "calibration": calibration})
+    fixed = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+    write_json(folder / "tree.json", {**fixed, **stored, "calibration": calibration})
     by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
     print(
         f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
         f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
     )
+    _say_dynamic(faster, stored)
+
+
+def _say_dynamic(faster: ComparedTree | None, stored: dict[str, Any]) -> None:
     if faster is not None:
         print(f"decoding uses a dynamic tree, {faster.speed:.2f} times as fast: {stored['dynamic']}")

@@ -2,7 +2,8 @@
 
 The best tree of each size and its expected tokens per step follow from the ranks that the drafter gives to the true
 tokens (:mod:`draftsmith.inference.measure.tree_statistics`); the time of its step, from what steps cost on this
-machine. A dynamic tree's nodes depend on the text, so texts are continued with it and with the fixed one.
+machine. A dynamic tree's nodes depend on the text, so texts are continued with it and with the fixed one; where one
+pass drafts all levels, what it would accept follows from the ranks and probabilities instead.
 
 Shape letters: S sequences, T tokens, K depths (draft heads), n drafters of an ensemble (1 of any other).
 """
@@ -14,13 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.measure.step_costs import StepCosts
-from draftsmith.inference.measure.tree_statistics import best_nodes, simulate_ensemble, trees_of
+from draftsmith.inference.measure.tree_statistics import (
+    best_nodes,
+    dynamic_depths,
+    fit_confidence,
+    simulate_ensemble,
+    simulated_steps,
+    trees_of,
+)
 from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import Confidence, IndependentTree
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.target import Target
 
@@ -28,6 +38,7 @@ SIZES = (2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 DEPTHS = (1, 2, 4, 6, 8)  # limits of trees whose every level costs a forward pass
 SHAPES = (DynamicShape(1, 8, 9), DynamicShape(2, 6, 16), DynamicShape(4, 6, 32), DynamicShape(10, 6, 60))
 COMPARED_TOKENS = 48  # of each prompt, decoded with each tree
+INDEPENDENT_SIZES = (8, 16, 32, 64)  # nodes of the dynamic trees of drafters whose positions are independent
 
 Trees = tuple[Topology, ...]  # of each drafter; their roots are one
 
@@ -174,11 +185,48 @@ class Watch:
 
 @dataclass(frozen=True)
 class ComparedTree:
-    """A dynamic tree beside the fixed one, continuing the same texts: its τ, and its tokens/s over the fixed tree's."""
+    """A dynamic tree beside the fixed one, on the same texts: its τ, and its tokens/s over the fixed tree's.
+    ``confidence``: by which its nodes were chosen, if not by the drafter's probabilities as they are."""
 
     shape: DynamicShape
     tau: float
     speed: float
+    confidence: Confidence | None = None
+
+
+def simulate_dynamic(
+    counted: Sequence[tuple[Tensor, Tensor]],
+    fixed: Candidate,
+    costs: StepCosts,
+    drafting: Callable[[Topology | DynamicShape, Confidence | None], float],
+) -> list[ComparedTree]:
+    """Dynamic trees of several sizes beside the fixed one, of a drafter whose positions are independent: their τ by
+    simulation of the text on which its ranks were counted, the time of a step estimated.
+
+    Args:
+        counted: ranks ``[S, T, K]`` and log q ``[S, T, K, R]`` of each batch of the text.
+        drafting: the time in which a tree is drafted, in plain steps.
+    """
+    at = [ranks[..., 0] >= 0 for ranks, _ in counted]
+    ranks, log_q = (torch.cat([each[i][begins] for each, begins in zip(counted, at, strict=True)]) for i in (0, 1))
+    confidence = fit_confidence(ranks, log_q)
+    before, found = fixed.tau / (fixed.cost + drafting(fixed.trees[0], None)), list[ComparedTree]()
+    for nodes in INDEPENDENT_SIZES:
+        depth, top = log_q.shape[1:]
+        if nodes > 1 + top + (depth - 1) * top**2:
+            break
+        shape = DynamicShape(top, depth, nodes)
+        tree = IndependentTree(shape, torch.device("cpu"), confidence)
+        committed = [
+            tokens
+            for (each, own), begins in zip(counted, at, strict=True)
+            for row in simulated_steps(dynamic_depths(tree, each, own), begins)
+            for _, tokens in row
+        ]
+        tau = sum(committed) / len(committed)
+        speed = tau / (costs.relative(nodes) + drafting(shape, confidence))
+        found.append(ComparedTree(shape, tau, speed / before, confidence))
+    return found
 
 
 def compare_dynamic(

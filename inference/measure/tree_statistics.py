@@ -17,13 +17,14 @@ Shape letters: S sequences, T tokens, K depths (draft heads), P positions, n dra
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.inference.trees.independent import Confidence, IndependentTree
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.medusa import MedusaHeads
@@ -97,41 +98,85 @@ def in_batches(ranks_of: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, sup
     return ranks
 
 
-@torch.no_grad()
 def head_ranks(target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor) -> Tensor:
     """The rank that each Medusa head gives to the true token: ``[B, T, K]`` int64, at position t head k's rank of
     x_{t+k+1}; ``MAX_RANK`` if it is not among the best (nor among the draft vocabulary), −1 where there is no such
     label or where position t + 1 is no answer's token (no step begins there). All rows run at once;
     :func:`in_batches` bounds them."""
-    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
-    ranks, top = torch.full((*tokens.shape, num_heads), -1, dtype=torch.int64), min(MAX_RANK, heads.config.outputs)
-    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, num_heads)
-    hidden = target.hidden(tokens.long().to(target.device))[begins.to(target.device)]  # [P, d]
-    for k, features in enumerate(heads.features(hidden.to(heads.weight.dtype))):
-        logits = (heads.head_logits(k, chunk, draft_head) for chunk in features.split(LOGITS))
-        best = torch.cat([heads.tokens(chunk.topk(top, -1).indices).cpu() for chunk in logits])  # [P, top]
-        ranks[..., k][begins] = label_ranks(best, labels[..., k][begins])
-    return ranks
+    return head_choices(target, heads, tokens, supervised, with_log_q=False)[0]
 
 
 @torch.no_grad()
+def head_choices(
+    target: Target, heads: MedusaHeads, tokens: Tensor, supervised: Tensor, with_log_q: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`head_ranks`; and the log probabilities of each head's best tokens, ``[B, T, K, R]`` float32, best first,
+    −∞ where no step begins, and everywhere unless they are asked for (R: :data:`MAX_RANK`, or as many as a head chooses
+    from)."""
+    num_heads, draft_head = heads.config.num_draft_heads, heads.draft_head(target.lm_head)
+    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, num_heads)
+    hidden = target.hidden(tokens.long().to(target.device))[begins.to(target.device)]  # [P, d]
+    features = enumerate(heads.features(hidden.to(heads.weight.dtype)))
+    logits = ((heads.head_logits(k, chunk, draft_head) for chunk in each.split(LOGITS)) for k, each in features)
+    after = target.after_head if with_log_q and target.changes_logits else None
+    return _choices(logits, heads.tokens, labels, begins, min(MAX_RANK, heads.config.outputs), with_log_q, after)
+
+
+def _choices(
+    logits: Iterable[Iterable[Tensor]],
+    tokens: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    begins: Tensor,
+    top: int,
+    with_log_q: bool,
+    after: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Ranks ``[B, T, K]`` and log q ``[B, T, K, R]`` of :func:`head_choices`, from the logits at the positions where a
+    step begins, in chunks, by depth. ``tokens``: of places of the logits; ``after``: scales or caps these."""
+    ranks, log_q = torch.full_like(labels, -1), torch.full((*labels.shape, top), -torch.inf)
+    for k, chunks in enumerate(logits):
+        best: list[Tensor] = []
+        values: list[Tensor] = []
+        for chunk in chunks:
+            own = chunk if after is None else after(chunk)  # which does not change their order
+            found = own.topk(top, -1)
+            best.append(tokens(found.indices).cpu())
+            if with_log_q:
+                values.append((found.values.float() - own.float().logsumexp(-1, keepdim=True)).cpu())
+        ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
+        if with_log_q:
+            log_q[..., k, :][begins] = torch.cat(values)
+    return ranks, log_q
+
+
 def eagle_ranks(target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int) -> Tensor:
     """The rank that an EAGLE drafter gives to the true token at each depth, after the true ones before it, which it has
     drafted itself: the target's features end at the position where the step begins. Arguments and result are as those
     of :func:`head_ranks`; ``depth``: K.
     """
-    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    return eagle_choices(target, eagle, tokens, supervised, depth, with_log_q=False)[0]
+
+
+@torch.no_grad()
+def eagle_choices(
+    target: Target, eagle: Eagle, tokens: Tensor, supervised: Tensor, depth: int, with_log_q: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`eagle_ranks`, and log probabilities as those of :func:`head_choices`."""
     top, draft_head, embed = min(MAX_RANK, eagle.config.outputs), eagle.draft_head(target.lm_head), target.embeddings
     dtypes = eagle.fc.weight.dtype, next(draft_head.parameters()).dtype
     begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, depth)
     rows, places = tokens.to(target.device), marked_places(begins)  # [B, P]
     begun = begins.gather(1, places)
     features = target.features(rows.long(), eagle.config.captured_layers).to(dtypes[0])
-    for k, out in enumerate(eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))):
-        chunks = out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)
-        best = [eagle.tokens(draft_head(chunk).topk(top, -1).indices.to(out.device)).cpu() for chunk in chunks]
-        ranks[..., k][begins] = label_ranks(torch.cat(best), labels[..., k][begins])
-    return ranks
+    outs = eagle.unroll(features, embed, rows, depth, chosen=places.to(rows.device))
+    logits = ((draft_head(chunk) for chunk in out[begun.to(out.device)].to(dtypes[1]).split(LOGITS)) for out in outs)
+    scaled = with_log_q and eagle.lm_head is None and target.changes_logits
+    after = target.after_head if scaled else None
+
+    def ids(chosen: Tensor) -> Tensor:
+        return eagle.tokens(chosen.to(eagle.fc.weight.device))
+
+    return _choices(logits, ids, labels, begins, top, with_log_q, after)
 
 
 @torch.no_grad()
@@ -219,6 +264,53 @@ def simulate(topology: Topology, ranks: Tensor) -> float:
     decoding where the sequences are the target's own greedy answers; of another text it is the τ of decoding that text,
     which the target would not have written. ``ranks``: ``[S, T, K]``."""
     return simulate_ensemble((topology,), ranks[:, :, None])
+
+
+# ---- dynamic trees of positions that are independent
+
+
+def fit_confidence(ranks: Tensor, log_q: Tensor) -> Confidence:
+    """How often tokens of each depth and rank are right where those before them are, by their probability q: of all
+    exponents in tenths the one under which what happened is likeliest, each rank with the factor that makes the
+    expected number of right ones the observed one (a Poisson regression). ``ranks [P, K]``, ``log_q [P, K, R]`` of
+    positions at which a step begins."""
+    power: list[float] = []
+    factor: list[tuple[float, ...]] = []
+    top = log_q.shape[2]
+    reached = torch.ones(len(ranks), dtype=torch.bool)
+    for rank, own in zip(ranks.unbind(1), log_q.double().unbind(1), strict=True):
+        reached = reached & (rank >= 0)
+        hits = F.one_hot(rank[reached].clamp(max=top), top + 1)[:, :top].double()  # [P', R]
+        best = (-torch.inf, 1.0, torch.ones(top).double())
+        for exponent in (tenths / 10 for tenths in range(21)):
+            expected = (exponent * own[reached]).exp().sum(0)
+            factors = (hits.sum(0) + 0.5) / (expected + 0.5)
+            logs = factors.log() + exponent * own[reached]
+            likelihood = float((hits * logs).sum() - (factors * expected).sum())
+            best = max(best, (likelihood, exponent, factors), key=lambda each: each[0])
+        power.append(best[1])
+        factor.append(tuple(round(each, 4) for each in best[2].tolist()))
+        reached = reached & (rank < top)
+    return Confidence(tuple(power), tuple(factor))
+
+
+def dynamic_depths(tree: IndependentTree, ranks: Tensor, log_q: Tensor) -> Tensor:
+    """:func:`ensemble_depths` of dynamic trees: ``ranks [S, T, K]``, ``log_q [S, T, K, R]`` → ``[S, T]`` int64."""
+    shape, begins = tree.shape, ranks[..., 0] >= 0
+    accepted = torch.zeros(begins.shape, dtype=torch.int64)
+    places = torch.arange(shape.top_k)
+    found: list[Tensor] = []
+    pairs = zip(ranks[begins].split(LOGITS), log_q[begins].split(LOGITS), strict=True)
+    for true, own in pairs:
+        own = tree.log_acceptance(own[:, : shape.depth, : shape.top_k])
+        drafted = tree.grow(-torch.ones_like(true[:, 0]), own, places.expand_as(own))  # tokens are ranks
+        parent, right = drafted.parent.long().clamp(min=0), drafted.depth == 0
+        for depth in range(1, shape.depth + 1):
+            agrees = drafted.valid & (drafted.depth == depth) & (drafted.tokens == true[:, depth - 1, None])
+            right = right | (agrees & right.gather(1, parent))
+        found.append((right * drafted.depth).amax(1).long())
+    accepted[begins] = torch.cat(found) if found else accepted[begins]
+    return accepted
 
 
 # ---- ensembles

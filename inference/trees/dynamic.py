@@ -124,8 +124,8 @@ class DynamicTree:
         self.depth = levels.repeat_interleave(counts)
         self.levels = levels[:, None, None].repeat(1, rows, k)  # of the nodes of each level
         self.zeros = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.bits = _own_bits(nodes, device)  # [N, W] of the tree's nodes
-        self.run_bits = _own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
+        self.bits = own_bits(nodes, device)  # [N, W] of the tree's nodes
+        self.run_bits = own_bits(max(shape.runs, 1), device)  # [R, W] of the nodes that are run
         self.no_bits = torch.zeros(rows, 1, self.run_bits.shape[1], dtype=torch.int64, device=device)
         self.root_values = self.zeros.float()
 
@@ -157,7 +157,7 @@ class DynamicTree:
         return TokenTree(tokens, parent, depths, ancestors, valid, acceptance=value)
 
 
-def _own_bits(count: int, device: torch.device) -> Tensor:
+def own_bits(count: int, device: torch.device) -> Tensor:
     """``[count, W]`` int64, bit i in row i."""
     numbers = torch.arange(count, device=device)
     bits = torch.zeros(count, -(-count // 64), dtype=torch.int64, device=device)

@@ -110,6 +110,8 @@ def unsupported(drafter: Eagle | MedusaHeads, to: str) -> str | None:
             droppers = [reader.name for key, reader in READERS.items() if key not in READ_BY.get(name, EVERY)]
             but = f", but not in {', '.join(droppers)}, which leave it out without a word" if droppers else ""
             return f"it has {name}, which is not exported: serve the published folder it was imported from{but}"
+    if c.parallel:
+        return "a P-EAGLE drafter (drafter.one_pass), which is not exported yet: decode with it here"
     if (c.version, to) not in EAGLE:
         return f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang"
     silently = "without a word, and then drafts with another model: use --to"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from faults import error_of
 from torch.nn import functional as F
 
 from draftsmith.benchmarks import tau_by_tokens
@@ -96,6 +97,26 @@ def test_the_command(found):
     page = (folder / "tau.md").read_text()
     assert "| eagle-3 | 330 k | tree, 7 nodes | " in page and "| medusa | 2 k | at all positions | " in page
     assert (folder / "tau.png").stat().st_size > 20_000 and "training tokens" in out
+
+
+def test_fixed_and_dynamic_trees(run_main, found, drafters, tmp_path):
+    """Of draft heads, by halves of the prompts; each dynamic tree beside the fixed one of as many nodes."""
+    words = found[3]
+    prompts = words[words.index("--prompts") : words.index("--out")]
+    words = [f"{drafters[1]}=2k", *prompts, "--nodes", 4, 8, "--out", tmp_path / "tau.json", "--threads", 1]
+    code, out, err = run_main(tau_by_tokens.main, *words)
+    assert code == 0, err
+    (row,) = json.loads((tmp_path / "tau.json").read_text())["drafters"]
+    kinds = ("fixed tree", "dynamic tree", "dynamic tree by confidence")
+    taus = {form: row["tau"][form]["all"]["tau"] for form in (f"{kind}, {n} nodes" for n in (4, 8) for kind in kinds)}
+    assert all(tau > 1.3 for tau in taus.values()) and "; less fixed " in out
+    for form, less in row["less_fixed"].items():
+        expected = taus[form] - taus[f"fixed tree, {form.partition(', ')[2]}"]
+        assert less["difference"] == pytest.approx(expected, abs=2e-4)
+        assert less["interval"][0] <= less["difference"] <= less["interval"][1]
+    assert len(row["less_fixed"]) == 4 and row["tau"]["tree"] == found[0]["drafters"][1]["tau"]["tree"]
+    eagle = run_main(tau_by_tokens.main, drafters[0], *prompts, "--nodes", 4)
+    assert error_of(eagle) == f"--nodes: '{drafters[0]}' is of type 'eagle'; give draft heads (medusa)"
 
 
 @pytest.mark.parametrize("form", ["chain 3", "chain 7", "tree"])

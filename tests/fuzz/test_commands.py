@@ -81,6 +81,9 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     "benchmarks.shortlist_heads": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--nodes": NUMBERS, "--depths": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
+    "benchmarks.shortlist_tasks": (["nowhere/at/all", "--report", "new"], {
+        "--nodes": NUMBERS, "--count": NUMBERS, "--schedules": ("free",), "--model": ("gpt9",),
+    }),
     "models.export": (["nowhere/at/all", "--to", "vllm", "--out", "served"], {"--to": ("ollama",), "--out": ("",)}),
     "data.prompts": (["stdlib", "--tokenizer", "TARGET", "--out", "new.jsonl"], {
         "--count": NUMBERS, "--prompt-tokens": NUMBERS, "--tokenizer": ("nowhere",), "--out": (".", "README.md"),
@@ -88,7 +91,8 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     }),
     "data.preview": ([f"{ROOT}/recipes/tiny-medusa.yaml"], {"--count": NUMBERS}),
     "benchmarks.tau_by_tokens": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
-        "--first": NUMBERS, "--chains": NUMBERS, "--batch-size": NUMBERS, "--max-new-tokens": NUMBERS}),
+        "--first": NUMBERS, "--chains": NUMBERS, "--nodes": NUMBERS, "--batch-size": NUMBERS,
+        "--max-new-tokens": NUMBERS}),
     "benchmarks.unroll": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--steps": NUMBERS, "--threads": NUMBERS}),
     "benchmarks.train_step": ([], {"--shape": ("gpt9",), "--tokens": NUMBERS, "--heads": NUMBERS, "--repeat": NUMBERS}),
     "benchmarks.medusa_step": ([], {"--heads": NUMBERS, "--vocab": NUMBERS, "--rows": NUMBERS, "--width": ("65", "0"),
@@ -196,6 +200,7 @@ QUICK = [
             "ensembles.py a/b --prompts nowhere.jsonl",
             "shortlist_heads.py nowhere --prompts README.md",
             "shortlist_heads.py a/b --prompts nowhere.jsonl",
+            "shortlist_tasks.py --model qwen2.5-coder-0.5b --report /tmp/new",
             "tau_by_tokens.py nowhere=3k --prompts README.md",
             "tau_by_tokens.py models/smollm2-medusa --prompts nowhere.jsonl",
             "coder_table.py nowhere.json",

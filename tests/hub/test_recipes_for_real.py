@@ -36,7 +36,8 @@ NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "distill draft dynaspec eagle1
 STAGE = ["steps=4", "epochs=null", "batch={sequences: 4, accumulate: 2}"]
 SIZES = ["target.dtype=float32", "data.max_length=224", "precision.autocast=none", "precision.threads=1"]
 SIZES += ["checkpoint.every=4", "evaluate={every: 2, sequences: 8}", *(f"stages.0.{size}" for size in STAGE)]
-JOINT = [*(f"stages.1.{size}" for size in STAGE), "precision.gradient_checkpointing=true"]
+JOINT = "precision.gradient_checkpointing=true"
+SECOND = [f"stages.1.{size}" for size in STAGE]
 OWN = ["data.validation.0.answers={prompts: 12, prompt_tokens: 190, new_tokens: 24, batch_size: 8}"]  # held out
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
@@ -226,7 +227,7 @@ def check_prompts(world: World) -> None:
 @pytest.fixture(scope="module")
 def vicuna7b(world: World) -> str:
     """What its training printed."""
-    return train(world, "vicuna7b", *JOINT, launched=True)
+    return train(world, "vicuna7b", *SECOND, JOINT, launched=True)
 
 
 def test_vicuna7b(world, vicuna7b):
@@ -323,7 +324,7 @@ ULTRACHAT = ("train_sft[:12]", ultrachat(5000, 12), "test_sft[:8]", ultrachat(10
     [("vicuna33b", "lmsys/vicuna-33b-v1.3", SHAREGPT), ("zephyr7b", "HuggingFaceH4/zephyr-7b-beta", ULTRACHAT)],
 )
 def test_self_distillation(world, stem, target, seeds):
-    """Seeds of the Hub, answered by our engine; then both stages of training on the answers."""
+    """Seeds of the Hub, answered by our engine; then joint training on the answers."""
     first, asked, second, held_out = seeds
     distil(world, f"{stem}-distill", f"{stem}-self-distill", first, second, *ANSWERS)
     check_answers(world, f"{stem}-distill", asked)
@@ -331,7 +332,7 @@ def test_self_distillation(world, stem, target, seeds):
     skipped = [(reason.partition(" (")[0], rows) for reason, rows in manifest["rows_skipped"].items()]
     assert skipped == ([("a turn is from an unknown speaker", 1)] if seeds is SHAREGPT else [])
     check_answers(world, f"{stem}-held-out", held_out)
-    train(world, f"{stem}-self-distill", *JOINT)
+    train(world, f"{stem}-self-distill", JOINT)
     check_requests(world, target)
     answers = [[m for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")]
     spoken = sorted(text for chat in answers for m in chat if (text := m["content"].strip()))
@@ -349,7 +350,7 @@ def train_llama3_70b(world: World, processes: int, *options: str) -> None:
     words = first_line("llama3-70b-zero3")
     words[words.index("--num_processes") + 1] = str(processes)  # instead of eight
     more = [f"export.push_to_hub={USER}/llama3-70b-zero3", *options]
-    out, _, commands = succeed(world.launch(*words, *SIZES, *JOINT, *more)).rpartition(", run: ")
+    out, _, commands = succeed(world.launch(*words, *SIZES, JOINT, *more)).rpartition(", run: ")
     assert f"not uploaded to {USER}/llama3-70b-zero3" in out
     for command in commands.split(" && "):
         succeed(world.python(*shlex.split(command)[1:]))

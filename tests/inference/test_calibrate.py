@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,20 @@ from draftsmith.inference.measure import step_costs as costs
 from draftsmith.inference.measure.step_costs import step_costs
 from draftsmith.inference.measure.tree_calibration import batches
 from draftsmith.inference.measure.tree_search import Candidate, fastest, trees_by_size
-from draftsmith.inference.measure.tree_statistics import MAX_RANK, best_tree, head_ranks, path_counts, simulate
+from draftsmith.inference.measure.tree_statistics import (
+    MAX_RANK,
+    best_tree,
+    dynamic_depths,
+    fit_confidence,
+    head_choices,
+    head_ranks,
+    path_counts,
+    simulate,
+    simulate_depths,
+)
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import IndependentTree
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, chain, read_candidates
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
@@ -155,6 +169,39 @@ def test_simulated_is_what_the_engine_does(trained, nodes):
     assert simulate(topology, ranks) == sum(lengths) / len(lengths)
 
 
+@pytest.mark.parametrize("confident", [False, True])
+def test_a_dynamic_tree_simulated_is_what_the_engine_does(trained, confident):
+    target, heads, prompts = trained
+    data = answer(target, prompts, 40, 3)
+    ranks, log_q = head_choices(target, heads, data["tokens"], data["supervised"])
+    assert torch.equal(ranks, head_ranks(target, heads, data["tokens"], data["supervised"]))
+    begins, shape = ranks[..., 0] >= 0, DynamicShape(6, HEADS, 9)
+    confidence = fit_confidence(ranks[begins], log_q[begins]) if confident else None
+    drafter = MedusaDrafter(heads, shape, target, confidence=confidence)
+    results = SpeculativeDecoder(target, drafter).generate(prompts, 40)
+    lengths = [length for result in results for length in result.accepted]
+    assert len(set(lengths)) > 1, "nothing accepted tests nothing"
+    accepted = dynamic_depths(IndependentTree(shape, torch.device("cpu"), confidence), ranks, log_q)
+    assert simulate_depths(accepted, begins) == sum(lengths) / len(lengths)
+
+
+def test_confidence_is_what_happened():
+    """Of tokens whose acceptance is 0.8 √q at the first depth, and at the second does not depend on q."""
+    log_q = torch.rand(4000, 2, 2).clamp(min=0.01).div(2).sort(descending=True).values.log()
+    right = torch.stack((0.8 * (0.5 * log_q[:, 0]).exp(), torch.tensor([0.4, 0.2]).expand(4000, 2)), 1)
+    draws = torch.rand(4000, 2)
+    first, both = right[..., 0], right.sum(-1)
+    ranks = torch.where(draws < first, 0, torch.where(draws < both, 1, MAX_RANK))
+    ranks[0] = torch.tensor([0, -1])  # without a label at the second depth
+    found = fit_confidence(ranks, log_q)
+    assert found.power[0] == pytest.approx(0.5, abs=0.21) and found.power[1] == pytest.approx(0.0, abs=0.21)
+    reached = ranks[:, 0].lt(2) & ranks[:, 1].ge(0)
+    for depth, rows in ((0, slice(None)), (1, reached)):
+        for rank in range(2):
+            expected = found.factor[depth][rank] * (found.power[depth] * log_q[rows, depth, rank]).exp()
+            assert float(expected.sum()) == pytest.approx(float((ranks[rows, depth] == rank).sum()), rel=0.01)
+
+
 def test_answers_are_the_targets_own(trained, greedy_texts, monkeypatch):
     target, _, prompts = trained
     prompts = [prompts[0][:2], prompts[1], prompts[2][:3], prompts[3]]  # ragged
@@ -245,6 +292,8 @@ def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder,
     assert result == (2, "", "error: --at-load leaves the number of nodes to each machine; leave out --nodes\n")
     tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100 --at-load")
     assert "nodes, of which each step takes those that pay; here about " in out
+    without = {name: each for name, each in tree.items() if name not in ("dynamic", "confidence")}
+    write_json(heads_folder[0] / "tree.json", without)  # whatever is faster here
     assert list(tree["calibration"]["mean_accepted_length_by_nodes"])[:3] == ["2", "3", "4"]
     rates = [one["rate"] for one in tree["calibration"]["candidates"]]
     assert len(tree["paths"]) == len(rates) > 4 and tree["at_load"] is True
@@ -265,9 +314,34 @@ def test_a_tree_for_every_machine(run_main, report_of, calibrated, heads_folder,
     for mode in ("greedy", *(f"{how} --temperature 0.7" for how in ("typical", "sample", "sample --verify mss"))):
         report, _ = report_of(f"{folder} --prompt 'import os' --mode {mode} --max-new-tokens 4 --device cpu")
         assert report["tree_nodes"] == len(rates) + 1
-    del tree["at_load"]
-    write_json(folder / "tree.json", tree)
+    del without["at_load"]
+    write_json(folder / "tree.json", without)
     assert drafted({1: 1.0, 2: 1.02 + best, 64: 60.0}) == 0, "of any tree"
+
+
+@pytest.mark.parametrize(("speed", "taken"), [(1.1, True), (1.01, False)])
+def test_heads_may_have_a_dynamic_tree(calibrated, heads_folder, monkeypatch, speed, taken):
+    """Where it is faster by the estimate; each step then takes the nodes that pay. Not with a number of nodes."""
+    folder, prompts = heads_folder
+    simulated, found = tree_search.simulate_dynamic, []
+
+    def given(*arguments):
+        found.extend(simulated(*arguments))
+        return [replace(each, speed=speed - 0.01 * number) for number, each in enumerate(found)]
+
+    monkeypatch.setattr(calibrations, "simulate_dynamic", given)
+    tree, out, _ = calibrated(f"--prompts {prompts} --max-new-tokens 100")
+    assert [each.shape.nodes for each in found] == [8, 16, 32, 64] and all(each.speed > 0 for each in found)
+    assert found[0].tau >= 1
+    known = tree["calibration"]["dynamic"]
+    assert [each["nodes"] for each in known] == [8, 16, 32, 64] and known[0]["speedup_over_fixed"] == speed
+    assert ("dynamic" in tree) == ("confidence" in tree) == ("uses a dynamic tree, 1.10 times" in out) == taken
+    for name in (str(folder), f"{folder}+ngram"):
+        _, drafter = load_drafter(name, device="cpu", dtype="float32")
+        heads = drafter.drafters[0] if isinstance(drafter, MergedDrafter) else drafter
+        assert heads is not None and heads.num_nodes == (32 if taken else len(tree["paths"]) + 1)
+    tree, *_ = calibrated(f"--prompts {prompts} --nodes 5")
+    assert "dynamic" not in tree and len(found) == 4
 
 
 def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
@@ -416,13 +490,13 @@ def test_it_ends_in_time_and_says_so(run_main, calibrated, heads_folder, monkeyp
     stored.parent.mkdir()
     tokens = torch.randint(5, 250, (1200, 20), dtype=torch.int32)
     save_file({"tokens": tokens, "supervised": (torch.arange(20) >= 6).expand(1200, 20).contiguous()}, stored)
-    count = head_ranks
+    count = head_choices
 
     def slow(target, heads, tokens, supervised):
         time.sleep(0.05 * len(tokens))
         return count(target, heads, tokens, supervised)
 
-    monkeypatch.setattr(calibrations, "head_ranks", slow)
+    monkeypatch.setattr(calibrations, "head_choices", slow)
     monkeypatch.setattr(progress, "LINE_EVERY", 0.5)
     tree, out, err = calibrated("--seconds 3")
     known = tree["calibration"]

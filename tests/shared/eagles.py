@@ -22,11 +22,13 @@ KINDS = {
     "imported": {"version": 3, "projection": "own"} | dict.fromkeys(IMPORTED, True),
 }
 
+PARALLEL = {"parallel": {"version": 3, "projection": "own", "parallel": 3}}  # P-EAGLE
+
 
 def untrained(target: Target, kind: str = "eagle3", draft_vocab: bool = False, spread: float = 0.2) -> Eagle:
     """Random weights, of norms too; the draft vocabulary has four fifths of the ids."""
     ids = some_ids(target)
-    eagle = Eagle.for_target(target, draft_vocab_size=len(ids) if draft_vocab else None, **KINDS[kind])
+    eagle = Eagle.for_target(target, draft_vocab_size=len(ids) if draft_vocab else None, **(KINDS | PARALLEL)[kind])
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in eagle.named_parameters():

@@ -308,6 +308,24 @@ def test_begin_with_another_drafter(train):
         assert said.startswith(f"error: init_from={first}: {message}")
 
 
+def test_one_pass_begins_with_an_eagle_3_drafter(train):
+    """P-EAGLE takes its weights and adds the mask pair's feature, which trains; the other way round is refused."""
+    first = train("three", *FURTHER)
+    further = train("one-pass", *FURTHER, f"init_from={first}", "drafter.one_pass=true", "stages.0.optim.lr=1e-9")
+    one, two = (load_file(folder / "model.safetensors") for folder in (first, further))
+    assert two.keys() - one.keys() == {"mask_hidden"} and bool(two["mask_hidden"].any())
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
+    config = json.loads((further / "config.json").read_text())
+    assert config["parallel"] == STEPS and config["mask_token_id"] == config["vocab_size"] - 1
+    module = make_module(load_target(config["target"]["name_or_path"]), one_pass=True)
+    batch = {"tokens": torch.randint(5, 60, (2, 12)), "supervised": torch.ones(2, 12, dtype=torch.bool)}
+    loss, _ = module(batch, module.count(batch), 0)
+    loss.backward()
+    assert module.eagle.mask_hidden.grad.abs().min() > 0
+    assert "its weights have another shape" in train.refused("z", *FURTHER, f"init_from={further}")
+
+
 def test_its_mlp_has_a_width_of_its_own(train, tiny_lm):
     """Of the target 48. Left out, that of `init_from`; another one is refused."""
     first = train("narrow", *FURTHER, "drafter.intermediate_size=20")

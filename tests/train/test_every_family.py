@@ -253,6 +253,7 @@ REFUSALS = [
     ("dynaspec", "drafter.base=HEADS", "drafters of type 'medusa' take no shortlists; EAGLE drafters do"),
     ("dynaspec", "drafter.base=OWN & drafter.all_tokens=true", "has an LM head of its own; leave it out"),
     ("dynaspec", f"{LISTS} & drafter.num_clusters=301", "drafter.num_clusters=301: the drafter's LM head has 300 "),
+    ("dynaspec", "drafter.rank=8", "drafter.rank: for drafter.shortlist=low_rank alone; leave it out"),
     ("dynaspec", f"{LISTS} & drafter.positions=30", "drafter.positions=30: the training rows give "),
     ("dynaspec", f"{LISTS} & data.packing=true", "data.packing: "),
     ("dynaspec", f"{LISTS} & evaluate.decode=3", "evaluate.decode: evaluations of shortlists decode nothing"),

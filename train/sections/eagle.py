@@ -38,6 +38,11 @@ class EagleSection(Section):
         "variation, of which λ falls as drafts are accepted more often (arXiv 2602.23881)",
     )
     unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
+    one_pass: bool = Field(
+        default=False,
+        description="P-EAGLE (arXiv 2602.01469): the unroll tokens of a draft are drafted in one pass, each without "
+        "those before it; init_from may be an EAGLE-3 drafter",
+    )
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
     )
@@ -60,6 +65,8 @@ class EagleSection(Section):
             raise ValueError("norm_before_fc, fc_norm and norm_output are for version 3; leave them out")
         if self.version == 1 and self.loss != "ce":
             raise ValueError(f"loss={self.loss} is for version 3; EAGLE-1 has a regression and ce")
+        if self.one_pass and (self.version == 1 or self.unroll < 2):
+            raise ValueError("one_pass is for version 3, and for at least two steps (unroll)")
         if self.version == 3 and not self.bias:
             raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:
@@ -70,10 +77,10 @@ class EagleSection(Section):
         return self
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         """Of :class:`~draftsmith.models.eagle.EagleConfig`."""
         norms = {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-        return {**norms, "fc_bias": self.bias}
+        return {**norms, "fc_bias": self.bias, "parallel": self.unroll if self.one_pass else 0}
 
 
 class EagleRecipe(DrafterRecipe):

@@ -15,6 +15,7 @@ from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -47,6 +48,13 @@ def heads(_, target, ids=False):
     return MedusaDrafter(noisy_heads(target, 0.02), TREE, target, ACCEPTANCES)
 
 
+def likely_heads(_, target, ids=False):
+    """In dynamic trees."""
+    places = torch.arange(0, target.vocab_size, 2)
+    made = noisy_heads(target, 0.1, "shared", seed=2, ids=places) if ids else noisy_heads(target, 0.02)
+    return MedusaDrafter(made, DynamicShape(2, 3, 10), target)
+
+
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
     ssm = perturbed(target, noise, vocabulary)
     return DraftModelDrafter(ssm, target, tree, draft_vocab=some_ids(target) if ids else None, **options)
@@ -55,6 +63,10 @@ def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **opti
 def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False, entries=0):
     selector = Selector("streamingllm", entries) if entries else None
     return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree], selector=selector)
+
+
+def one_pass(make_target, target, tree="sparse", ids=False):
+    return ParallelEagleDrafter(fitted(target, make_target, "parallel", ids), target, TREES[tree])
 
 
 def small_eagle(_, target, tree, kind="eagle3", ids=False, draws="without_replacement", lists=None):
@@ -109,6 +121,7 @@ HEADS, MODEL, DEEPER, NGRAM = of(heads), of(model), of(eagle, tree="chain", kind
 EXACT = {
     "n-grams": (NGRAM, ALL),
     "heads of a draft vocabulary": (of(heads, ids=True), (COUPLED, APART)),
+    "heads in dynamic trees": (of(likely_heads), ALL),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1), noise=0.1), ALL),
     "a draft model's tree": (of(model, tree=SPARSE, noise=0.1), ALL),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), (GREEDY, COUPLED)),
@@ -117,6 +130,9 @@ EXACT = {
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
     "EAGLE-3 over a window": (of(eagle, entries=12), (STATIC, COUPLED, GREEDY)),
     "EAGLE-3's dynamic tree over a window": (of(eagle, tree="dynamic", entries=12), (WARM_UP, GREEDY)),
+    "P-EAGLE": (of(one_pass, ids=True), ALL),
+    "P-EAGLE's dynamic tree": (of(one_pass, tree="dynamic"), (STATIC, COUPLED, GREEDY)),
+    "P-EAGLE and n-grams": (merged(of(one_pass, tree="dynamic"), of(ngram)), (COUPLED, GREEDY)),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -127,6 +143,7 @@ EXACT = {
     "streamingllm of a draft model": (of(compressed, name="streamingllm", own=False), (COUPLED, APART, GREEDY)),
     "topk of a draft model": (of(compressed, name="topk", own=False), (COUPLED, APART, GREEDY)),
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
+    "heads in dynamic trees and n-grams": (merged(of(likely_heads), of(ngram)), (STATIC, COUPLED, GREEDY)),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
@@ -176,12 +193,14 @@ LISTS = {
     "static": {"shortlist": "fr_spec", "capacity": (4, 2, 1)},
     "routed": {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)},
     "by depth": {"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)},
+    "low rank": {"shortlist": "low_rank", "capacity": (2,), "rank": 3, "feature_size": 32},
 }
 # The drafter, the sampling parameters, whether steps are static.
 SAMPLED = {
     "n-grams, static": (of(ngram), "plain", True),
     "n-grams": (of(ngram), "cut", False),
     "heads of a draft vocabulary": (of(heads, ids=True), "cut", False),
+    "heads in dynamic trees": (of(likely_heads, ids=True), "cut", True),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1)), "cut", False),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), "cut", False),
     "a draft model of more tokens": (of(model, tree=(2, 1), vocabulary=7), "plain", False),
@@ -196,10 +215,12 @@ SAMPLED = {
     "EAGLE-3, one-hot": (of(small_eagle, tree=SPARSE, kind="shared", ids=True, draws="none"), "cut", False),
     "EAGLE-1": (of(small_eagle, tree=(1, 1, 1), kind="eagle1"), "cut", False),
     "EAGLE-3's dynamic tree": (of(small_eagle, tree=DynamicShape(3, 3, 9), ids=True), "plain", True),
+    "P-EAGLE": (of(one_pass), "cut", False),
     "EAGLE-3 and n-grams": (merged(of(small_eagle, tree=(2,)), of(ngram, depth=1), nodes=8), "plain", False),
     "FR-Spec": (of(small_eagle, tree=(1, 1, 1), ids=True, lists=LISTS["static"]), "cut", False),
     "DynaSpec": (of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), "plain", True),
     "DynaSpec, i.i.d.": (of(small_eagle, tree=(2, 2), draws="iid", lists=LISTS["by depth"]), "plain", False),
+    "low rank": (of(small_eagle, tree=(2, 1), lists=LISTS["low rank"]), "plain", True),
     "DynaSpec and n-grams": (
         merged(of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), of(ngram, depth=2), nodes=12), "plain", False
     ),

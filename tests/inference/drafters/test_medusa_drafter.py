@@ -9,6 +9,7 @@ from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, head_ranks
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.medusa import MedusaHeads
@@ -60,6 +61,34 @@ def test_nodes_are_the_heads_ranks(make_target, projection, ids):
     assert bool(tree.valid.all())
 
 
+@pytest.mark.parametrize("ids", [None, IDS], ids=["all", "draft vocabulary"])
+@pytest.mark.parametrize("projection", ["own", "shared"])
+@torch.no_grad()
+def test_a_dynamic_trees_nodes_are_the_likeliest(make_target, projection, ids):
+    """By the heads' probabilities, of all paths of four ranks a head."""
+    target, shape = make_target("llama"), DynamicShape(4, 3, 12)
+    heads = random_heads(target, projection, 3, ids)
+    matrices, known = heads.projections(target.lm_head), torch.arange(61) if ids is None else ids
+    drafter = MedusaDrafter(heads, shape, target)
+    assert (drafter.num_nodes, drafter.max_depth, drafter.branching) == (12, 3, 4)
+    feature, rows = torch.randn(3, 32, generator=torch.Generator().manual_seed(1)), torch.ones(3, dtype=torch.bool)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    tree = drafter.propose(State(torch.tensor([5, 0, 60]), zeros, feature, rows, None, zeros))
+    assert tree.acceptance is not None and bool(tree.valid.all())
+    for row in range(3):
+        probability = {(): 1.0}
+        for depth, (matrix, _) in enumerate(matrices):
+            q = (matrix @ heads.features(feature)[depth, row]).softmax(0)
+            best = [(int(known[place]), float(q[place])) for place in q.argsort(descending=True)[:4]]
+            paths = [path for path in probability if len(path) == depth]
+            probability |= {(*path, token): probability[path] * p for path in paths for token, p in best}
+        found = [()]
+        for node in range(1, 12):
+            found.append((*found[int(tree.parent[row, node])], int(tree.tokens[row, node])))
+        assert {*found} == {*sorted(probability, key=probability.__getitem__)[-12:]}
+        assert tree.acceptance[row].tolist() == pytest.approx([probability[path] for path in found], rel=1e-4)
+
+
 @pytest.mark.parametrize("paths", [(), ((0,),), PATHS], ids=["root alone", "one", "ten"])
 def test_output_is_the_targets_own(make_target, greedy_texts, paths):
     """Heads that have learned nothing draft badly, but never change what is written."""
@@ -81,6 +110,10 @@ def test_tree_has_to_fit_the_heads(make_target):
         MedusaDrafter(heads, Topology(((61,),)), target)
     with pytest.raises(ValueError, match="the tree asks for rank 11 of a vocabulary of 11"):
         MedusaDrafter(random_heads(target, "shared", 2, IDS), Topology(((11,),)), target)
+    with pytest.raises(ValueError, match="the tree is 3 deep, but there are 2 draft heads"):
+        MedusaDrafter(heads, DynamicShape(2, 3, 4), target)
+    with pytest.raises(ValueError, match="dynamic tree: top_k is 12, but the drafter chooses from 11 tokens"):
+        MedusaDrafter(random_heads(target, "shared", 2, IDS), DynamicShape(12, 2, 4), target)
 
 
 # ---- a draft vocabulary

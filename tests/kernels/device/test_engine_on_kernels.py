@@ -21,7 +21,7 @@ LIMITS = [5, 1, 3]  # one text for each of the first prompts; the third takes th
 TREE = Topology(((0,), (0, 0), (0, 0, 0), (1,), (1, 0)))
 
 
-def drafter_of(target, kind, ids=None):
+def drafter_of(target, kind, ids=None, tree=TREE):
     """Heads near the LM head, which the random target's own text agrees with now and then. ``ids``: their draft
     vocabulary."""
     torch.manual_seed(2)
@@ -30,16 +30,24 @@ def drafter_of(target, kind, ids=None):
         heads.draft_from(ids, target)
     with torch.no_grad():
         heads.weight.copy_((torch.randn(heads.weight.shape) * 0.1).to(heads.weight))
-    return MedusaDrafter(heads, TREE, target)
+    return MedusaDrafter(heads, tree, target)
 
 
-@pytest.mark.parametrize(("family", "ids"), [("llama", None), ("mistral", torch.arange(0, 61, 2)), ("gemma2", None)])
-def test_greedy(make_target, greedy_texts, device, on, family, ids):
+@pytest.mark.parametrize(
+    ("family", "ids", "tree"),
+    [
+        ("llama", None, TREE),
+        ("mistral", torch.arange(0, 61, 2), TREE),
+        ("gemma2", None, TREE),
+        ("llama", torch.arange(0, 61, 2), DynamicShape(3, 3, 6)),
+    ],
+)
+def test_greedy(make_target, greedy_texts, device, on, family, ids, tree):
     target = make_target(family)
     prompts = PROMPTS[: len(LIMITS)]
     truth = greedy_texts(target, prompts, max(LIMITS))
     mine = on(target)
-    drafter = drafter_of(mine, "shared", ids)
+    drafter = drafter_of(mine, "shared", ids, tree)
     assert drafter.shared and kernel_weight(drafter.draft_head, torch.empty(1, 32, device=device)) is not None
     decoder = SpeculativeDecoder(mine, drafter, static=True)
     requests = [Request(prompt, limit, stop_ids=frozenset()) for prompt, limit in zip(prompts, LIMITS, strict=True)]

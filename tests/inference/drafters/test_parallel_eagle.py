@@ -1,0 +1,140 @@
+"""P-EAGLE: the engine's one pass equals the training forward, after commits of every length; which trees fit; its
+family's folder, calibration and simulated τ."""
+
+import copy
+import json
+
+import lossless_suite as suite
+import pytest
+import torch
+from draws import occurs
+from eagles import TREES, fitted, untrained
+from kept_texts import KeepsTexts
+from lossless_suite import NONE, STARTS
+
+from draftsmith.inference import calibrate
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter, drafter_of
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
+from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.tree_statistics import eagle_ranks, simulate
+from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.verify.tree import Topology, chain
+from draftsmith.models.artifact import write_drafter
+from draftsmith.models.eagle import Eagle
+from draftsmith.models.target import load_target
+
+
+class Checked(KeepsTexts, ParallelEagleDrafter):
+    """Compares the logits of each depth with those of the training forward over the whole text."""
+
+    def __init__(self, eagle, target, tree):
+        self.fresh = copy.deepcopy(eagle)
+        super().__init__(eagle, target, tree)
+
+    def _logits(self, hidden):
+        logits, ids = super()._logits(hidden)
+        self.ran = logits
+        return logits, ids
+
+    def propose(self, state):
+        tree = super().propose(state)
+        for row, text in self.texts.items():
+            tokens, count = torch.tensor([text], device=self.device), len(text) - 1
+            with self.target.attention("sdpa"):
+                features = self.target.features(tokens[:, :-1], self.fresh.config.captured_layers)
+            features = torch.nn.functional.pad(features, (0, 0, 0, 1))
+            chosen = torch.full((1, 1), count - 1, device=self.device)
+            outs = self.fresh.unroll(features, self.target.embeddings, tokens, self.max_depth, chosen=chosen)
+            right = self.fresh.draft_head(self.target.lm_head)(torch.cat([out[0] for out in outs]))  # [D, S]
+            torch.testing.assert_close(self.ran[row], right, atol=1e-4, rtol=1e-4)
+            self.seen["checked"] += 1
+        return tree
+
+    def absorb(self, state, verdict, tree, features):
+        super().absorb(state, verdict, tree, features)
+        self.seen.update(int(verdict.length[row]) for row in self.texts)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_engines_logits_are_the_training_forwards(make_target, tree, static):
+    """In rows of different lengths that are refilled."""
+    target = suite.phrases(make_target)
+    drafter = Checked(fitted(target, make_target, "parallel"), target, TREES[tree])
+    prompts = [start * (1 + number % 3) for number, start in enumerate(STARTS)]
+    requests = [Request(prompt, 30 - 3 * number, stop_ids=NONE) for number, prompt in enumerate(prompts)]
+    results = SpeculativeDecoder(target, drafter, static=static).serve(requests, 3)
+    assert [result.tokens for result in results] == suite.plain_texts(target, requests)
+    assert drafter.seen["checked"] > 20
+    occurs(all(drafter.seen[length] for length in range(4)), str(drafter.seen))
+
+
+def test_drafts_do_not_see_each_others_tokens(make_target):
+    """In the training forward: no true token beyond the next one, and no feature beyond the position, changes them."""
+    target = suite.phrases(make_target)
+    eagle, tokens = untrained(target, "parallel"), torch.randint(1, 60, (2, 8))
+    features = torch.randn(2, 8, 32 * (1 + len(eagle.config.captured_layers)))
+    chosen = torch.full((2, 1), 3)
+
+    def drafts(features, tokens):
+        return torch.cat([*eagle.unroll(features, target.embeddings, tokens, 3, chosen=chosen)], 1)
+
+    before, later = drafts(features, tokens), tokens.clone()
+    later[:, 5:] = 0
+    assert torch.equal(before, drafts(features, later))
+    assert torch.equal(before, drafts(torch.cat((features[:, :4], 0 * features[:, 4:]), 1), later))
+    later[:, 4] = (later[:, 4] + 1) % 60
+    assert not torch.isclose(before, drafts(features, later)).all(-1).any(), "the next token is seen at every depth"
+
+
+def test_which_trees_fit(make_target):
+    target = suite.phrases(make_target)
+    eagle = untrained(target, "parallel")
+    assert isinstance(drafter_of(eagle, target, (1, 1)), ParallelEagleDrafter)
+    assert not isinstance(drafter_of(untrained(target), target, (1, 1)), ParallelEagleDrafter)
+    for tree, message in (
+        (chain(4), "the tree is 4 deep, but there are 3 drafts in a pass"),
+        (DynamicShape(2, 4, 4), "the tree is 4 deep"),
+        (Topology(()), "the tree holds the root alone"),
+        (Topology(((61,),)), "the tree asks for rank 61 of a vocabulary of 61"),
+        (DynamicShape(62, 2, 4), "top_k is 62, but the drafter chooses from 61 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ParallelEagleDrafter(eagle, target, tree)
+    for fields in (
+        {"version": 1, "projection": "shared", "parallel": 2},
+        {"version": 3, "projection": "own", "parallel": -1},
+    ):
+        with pytest.raises(ValueError, match="field 'parallel'"):
+            Eagle.for_target(target, **fields)
+
+
+def test_simulated_is_what_the_engine_does(make_target):
+    target = suite.phrases(make_target)
+    eagle, tree = fitted(target, make_target, "parallel"), Topology(((0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)))
+    data = answer(target, STARTS[:5], 30, 3)
+    ranks = eagle_ranks(target, eagle, data["tokens"], data["supervised"], 3)
+    results = SpeculativeDecoder(target, ParallelEagleDrafter(eagle, target, tree)).generate(STARTS[:5], 30)
+    lengths = [length for result in results for length in result.accepted]
+    assert len(set(lengths)) > 2 and simulate(tree, ranks) == sum(lengths) / len(lengths)
+
+
+def test_a_folder_is_calibrated_and_decodes(run_main, tiny_lm, tmp_path):
+    """As draft heads are: candidates from which each step takes those that pay, and dynamic trees beside them."""
+    target = load_target(str(tiny_lm), device="cpu", dtype="float32")
+    eagle = Eagle.for_target(target, 3, "shared", parallel=3)
+    folder, prompts = tmp_path / "eagle", tmp_path / "prompts.jsonl"
+    write_drafter(folder, "eagle", eagle.config.to_dict(), eagle.state_dict(), target, {})
+    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f("}\n')
+    options = ("--prompts", prompts, "--max-new-tokens", 40, "--seconds", 1, "--device", "cpu")
+    code, _, err = run_main(calibrate.main, folder, *options)
+    assert code == 0, err
+    tree = json.loads((folder / "tree.json").read_text())
+    assert tree["calibration"]["positions"] > 10 and tree["calibration"]["dynamic"]
+    (folder / "tree.json").write_text(json.dumps({"dynamic": {"top_k": 3, "depth": 3, "nodes": 9}}))
+    for name in (str(folder), f"{folder}+ngram"):
+        loaded, drafter = load_drafter(name, device="cpu", dtype="float32")
+        (result,) = SpeculativeDecoder(loaded, drafter).generate([[5, 6, 7]], 12, stop_ids=NONE)
+        (plain,) = SpeculativeDecoder(loaded).generate([[5, 6, 7]], 12, stop_ids=NONE)
+        assert result.tokens == plain.tokens
