@@ -17,10 +17,10 @@ import itertools
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.inference.drafters.compressed import Selector
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
@@ -37,11 +37,13 @@ from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.linear import apply_linear
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 HAS_TREE = True
+M = TypeVar("M", bound=nn.Module)
 
 
 class EagleDrafter(Drafter):
@@ -345,17 +347,17 @@ def fewest_outputs(eagle: Eagle, shortlists: ShortlistConfig | None) -> int:
     return eagle.config.outputs if shortlists is None else shortlists.fewest
 
 
-def to_target(eagle: Eagle, target: Target) -> Eagle:
+def to_target(drafter: M, target: Target) -> M:
     """The drafter, moved to the target's device and cast to its dtype, except the rotary frequencies."""
-    for name, part in eagle.to(target.device).named_children():
+    for name, part in drafter.to(target.device).named_children():
         if name != "rotary":
             part.to(target.dtype)
-    return eagle
+    return drafter
 
 
-def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
+def check_context(drafter: Eagle | DFlash, target: Target, where: str = "the drafter") -> None:
     """Raise a ValueError unless a drafter has a position for each of the target's. ``where`` names it."""
-    positions = eagle.config.max_position_embeddings
+    positions = drafter.config.max_position_embeddings
     if positions < target.context:
         raise ValueError(
             f"{where}: has {positions} positions (max_position_embeddings) and target '{target.name}' has "

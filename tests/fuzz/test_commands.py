@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 20  # seconds that an answer may take
-TRAINING = {f"train.{script}": f"tiny-{script}" for script in ("medusa", "eagle", "ssm", "lm", "dynaspec", "distill")}
+SCRIPTS = ("medusa", "eagle", "dflash", "ssm", "lm", "dynaspec", "distill")
+TRAINING = {f"train.{script}": f"tiny-{script}" for script in SCRIPTS}
 TRAINING["train.eagle"] += "3"
 # What no recipe may say, and what the answer has to name.
 OVERRIDES = [

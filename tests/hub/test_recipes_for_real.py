@@ -33,6 +33,7 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {f"smollm2-{name}" for name in "distill dynaspec eagle3 medusa medusa2 ssm".split()}
 NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "distill draft dynaspec eagle1 eagle3 lm medusa medusa2 ssm".split()}
+NOTHING_OF_THE_HUB |= {"tiny-dflash"}
 STAGE = ["steps=4", "epochs=null", "batch={sequences: 4, accumulate: 2}"]
 SIZES = ["target.dtype=float32", "data.max_length=224", "precision.autocast=none", "precision.threads=1"]
 SIZES += ["checkpoint.every=4", "evaluate={every: 2, sequences: 8}", *(f"stages.0.{size}" for size in STAGE)]
@@ -186,14 +187,14 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 51
+    assert len(RECIPES) == 54
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
     instead = {name: hub_id(name) for name in RECIPES if "target.name=" in RECIPES[name].read_text()}
     assert set(instead) - {"qwen2-7b-dynaspec"} == {name for name in RECIPES if name.startswith("qwen2.5-coder-")}
     named |= set(instead.values())
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
     tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text()))) or name in instead]
-    assert len(tested) == 36 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    assert len(tested) == 38 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
 
 
 def hub_id(name: str) -> str:
@@ -464,8 +465,9 @@ def test_coder_eagle3(world, coder_eagle3):
     finish(world, name, target=coder_eagle3)
 
 
-def test_coder_medusa(world):
-    name = "qwen2.5-coder-0.5b-medusa"
+@pytest.mark.parametrize("family", ["medusa", "dflash"])
+def test_coder_heads_and_blocks(world, family):
+    name = f"qwen2.5-coder-0.5b-{family}"
     target = hub_id(name)
     train(world, name, f"target.name={target}", *CODER, *COMMITTED)
     finish(world, name, target=target)
@@ -518,8 +520,9 @@ def test_own_answers(world, stem):
     ids that the engine sampled."""
     target = OWN_ANSWERS[stem]
     drafters = [name for name in (f"{stem}-eagle3", f"{stem}-medusa") if name in RECIPES]
+    drafters += ["qwen3-8b-dflash"] if stem == "qwen3-8b-non-thinking" else []
     commands = {" ".join(held_out_command(name)) for name in drafters}
-    assert len(commands) == 1 and len(drafters) == 2
+    assert len(commands) == 1 and len(drafters) >= 2
     distilled = first_line(f"{stem}-distill")[1:]
     succeed(world.python(*distilled, *ANSWERS, *THREE_SETS, "data.seeds.0.split=train_sft[:6]"))
     succeed(world.python(*held_out_command(drafters[0]), *ANSWERS, *THREE_SETS, "data.seeds.0.split=test_sft[:6]"))
@@ -530,6 +533,7 @@ def test_own_answers(world, stem):
     ]
     assert {line["source"] for line in lines} == set(_sources(stem)) and len(lines) == 18
     sizes = {"eagle3": ["drafter.draft_vocab_size=200", "drafter.unroll=2"], "medusa": []}
+    sizes["dflash"] = ["drafter.block_size=4", "drafter.captured_layers=null", "drafter.mask_token_id=null"]
     for name in drafters:
         moe = ["drafter.intermediate_size=96"] if name == "qwen3-30b-a3b-eagle3" else []
         out = train(world, name, *sizes[name.rpartition("-")[2]], *moe)

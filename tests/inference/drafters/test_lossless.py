@@ -6,11 +6,13 @@ from functools import partial as of
 import lossless_suite as suite
 import pytest
 import torch
+from blocks import fitted_block
 from eagles import TREES, fitted, untrained
 from tiny_models import SPARSE, noisy_heads, perturbed, random_shortlists, random_starts, some_ids
 
 from draftsmith.inference.drafters import compressed as compression
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -53,6 +55,10 @@ def likely_heads(_, target, ids=False):
     places = torch.arange(0, target.vocab_size, 2)
     made = noisy_heads(target, 0.1, "shared", seed=2, ids=places) if ids else noisy_heads(target, 0.02)
     return MedusaDrafter(made, DynamicShape(2, 3, 10), target)
+
+
+def block(make_target, target, ids=False):
+    return DFlashDrafter(fitted_block(target, make_target, ids), TREE, target, ACCEPTANCES)
 
 
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
@@ -133,6 +139,7 @@ EXACT = {
     "P-EAGLE": (of(one_pass, ids=True), ALL),
     "P-EAGLE's dynamic tree": (of(one_pass, tree="dynamic"), (STATIC, COUPLED, GREEDY)),
     "P-EAGLE and n-grams": (merged(of(one_pass, tree="dynamic"), of(ngram)), (COUPLED, GREEDY)),
+    "DFlash": (of(block, ids=True), ALL),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -145,6 +152,7 @@ EXACT = {
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
     "heads in dynamic trees and n-grams": (merged(of(likely_heads), of(ngram)), (STATIC, COUPLED, GREEDY)),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
+    "DFlash and n-grams": (merged(of(block), of(ngram)), (GREEDY, COUPLED)),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
 # Whose trees are cut for a whole batch, or depend on its costs.
@@ -158,7 +166,7 @@ BY_BATCH = {
     "a draft model and n-grams by cost": (merged(MODEL, of(ngram), nodes=4, costs=COSTS), (GREEDY, COUPLED)),
 }
 CASES = [(name, check) for name, (_, checks) in (EXACT | BY_BATCH).items() for check in checks]
-DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3}
+DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3, "DFlash": 3}
 
 
 @pytest.mark.parametrize("name, check", CASES)

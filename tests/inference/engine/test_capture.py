@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import untrained_block
 from eagles import untrained
 from lossless_suite import CaptureSimulation, caches, simulate_capture
 from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -184,6 +186,7 @@ MAKE: dict[str, Callable[[Target], Drafter]] = {
     "dynaspec": lambda t: eagle(t, SPARSE, shortlist=shortlist(t, "dynaspec")),
     "dynamic fr-spec": lambda t: eagle(t, DynamicShape(4, 3, 12), shortlist=shortlist(t, "fr_spec")),
     "low rank": lambda t: eagle(t, SPARSE, shortlist=shortlist(t, "low_rank")),
+    "dflash": lambda t: DFlashDrafter(untrained_block(t), Topology(PATHS), t, RATES),
     "draft model": lambda t: DraftModelDrafter(t, t, SPARSE, draft_vocab=some(t)),
     "ssms": lambda t: MergedDrafter(ssms(t), t, 8),
     "ngram": lambda t: NgramDrafter(t, min_match=1, depth=4),
