@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.benchmarks.common import difference_of, ratio_of, with_interval
+from draftsmith.benchmarks.shortlist_figures import WHOLE
 from draftsmith.common.files import json_object, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,15 +137,11 @@ def read_medusa_trees(out: Path) -> list[Figure]:
 def eagle_trees(out: Path, fields: dict[str, Any]) -> None:
     accuracy = accuracies(fields["drafter"], "accuracy_by_depth_and_rank")[:6]
     write_json(out / "fixed.json", {"paths": sparse(accuracy, fields["nodes"])})
-    dynamic_tree(out, fields)
+    write_json(out / "dynamic.json", {"dynamic": {"top_k": 8, "depth": 6, "nodes": fields["nodes"]}})
 
 
 def read_eagle_trees(out: Path) -> list[Figure]:
     return compare_tau(("dynamic tree", out / "dynamic"), {"fixed tree": out / "fixed"})
-
-
-def dynamic_tree(out: Path, fields: dict[str, Any]) -> None:
-    write_json(out / "dynamic.json", {"dynamic": {"top_k": 8, "depth": 6, "nodes": fields["nodes"]}})
 
 
 # ---- other readers
@@ -235,14 +232,16 @@ def read_boosting(out: Path) -> list[Figure]:
 
 
 def read_dynaspec(out: Path) -> list[Figure]:
-    folders = sorted(path.parent for path in out.glob("*/report.json"))
-    rows = {folder.name: decoded(folder) for folder in folders}
-    own, whole = rows.pop("dynaspec"), rows.pop("whole")
-    figures = [paired(f"τ, DynaSpec less {name}", steps_of(own), steps_of(row), above=0) for name, row in rows.items()]
-    for name, row in {"dynaspec": own, **rows}.items():
+    report = json_object(out / "table.json", "report")
+    rows = {name: row["steps"] for name, row in report["all"]["methods"].items()}
+    own, whole = rows.pop("DynaSpec"), rows.pop(WHOLE)
+    figures = [paired(f"τ, DynaSpec less {name}", own, row, above=0) for name, row in rows.items()]
+    for name, row in {"DynaSpec": own, **rows}.items():
         what = f"share of the whole LM head's τ, {name}"
-        figures.append(paired(what, steps_of(row), steps_of(whole), above=None, ratio=True))
-    return [*figures, *dropped(ROOT / own["drafter"])]
+        figures.append(paired(what, row, whole, above=None, ratio=True))
+    for name in ("DynaSpec", *rows):
+        figures.append(Figure(f"tokens in a list, {name}", report["all"]["methods"][name]["tokens"]))
+    return [*figures, *dropped(ROOT / report["folders"]["DynaSpec"])]
 
 
 def dropped(folder: Path) -> list[Figure]:

@@ -67,10 +67,10 @@ FEW = "data.train.0.answers.prompts=48 data.train.0.answers.new_tokens=48 data.v
 BRIEF = FEW + " data.validation.0.answers.new_tokens=48 evaluate.sequences=8"
 
 
-def decoding(tree: str, report: str, drafter: str = "{drafter}") -> str:
+def decoding(tree: str, report: str) -> str:
     """All nodes of a tree, greedy."""
     return (
-        f"python inference/decode.py {drafter} --prompts {{out}}/prompts.jsonl --max-new-tokens {{tokens}} --all-nodes "
+        "python inference/decode.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --all-nodes "
         f"--baseline none --threads 1 --tree {{out}}/{tree}.json --report {{out}}/{report}"
     )
 
@@ -117,17 +117,12 @@ RARE_ROWS = ", ".join(
     f"{{source: data/smollm2-{name}.parquet, weight: {weight}}}"
     for name, weight in (("train", 0.25), ("train-2", 0.25), ("made-up", 0.5))
 )
-# An EAGLE-3 drafter of all tokens from the shipped one: on the same conversations, then on rare tokens too.
-ALL_TOKENS = {
-    "eagle": "smollm2-eagle3",
-    "first": "all",
-    "first_how": "init_from=models/smollm2-eagle3 drafter.draft_vocab_size=null stages.0.steps=150 "
-    "stages.0.optim.lr=1e-3 stages.0.optim.warmup_steps=5",
-    "second": "rare",
-    "second_how": "init_from={shared}/all drafter.draft_vocab_size=null stages.0.steps=400 stages.0.batch.sequences=4 "
-    "stages.0.optim.lr=2e-3 stages.0.optim.warmup_steps=10 evaluate.sequences=96 "
-    f"'data.train=[{RARE_ROWS}]'",
-}
+# An EAGLE-3 drafter of all tokens from the shipped one, on the same conversations and on rare tokens.
+ALL_TOKENS = (
+    "init_from=models/smollm2-eagle3 drafter.draft_vocab_size=null stages.0.steps=250 stages.0.batch.sequences=4 "
+    "stages.0.optim.lr=2e-3 stages.0.optim.warmup_steps=10 evaluate.every=250 evaluate.sequences=48 "
+    f"'data.train=[{RARE_ROWS}]'"
+)
 
 
 def static_list(kind: str, name: str, more: str = "") -> str:
@@ -155,14 +150,14 @@ CLAIMS = (
         "medusa-typical",
         f"{MEDUSA} §2.3.1, figure of the sweep",
         "as ε rises from 0.01 to 0.25 (δ = √ε), fewer tokens are accepted, and quality rises (not judged: no judge)",
-        f"acceptance only, Medusa-1 heads of {SMOLLM2}, temperature 0.7, 32 prompts × 48 tokens; quality as nats per "
-        "token under the target, without a judge; beside it δ apart from ε",
+        f"acceptance only, whole trees, Medusa-1 heads of {SMOLLM2}, temperature 0.7, 32 prompts × 48 tokens; quality "
+        "as nats per token under the target, without a judge; beside it δ apart from ε",
         (
             PROMPTS,
             "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --seed "
-            "{seed} --epsilons 0.01 0.03 0.09 0.17 0.25 --out {out}/epsilon",
+            "{seed} --epsilons 0.01 0.03 0.09 0.17 0.25 --all-nodes --out {out}/epsilon",
             "python benchmarks/typical.py {drafter} --prompts {out}/prompts.jsonl --max-new-tokens {tokens} --seed "
-            "{seed} --epsilons 0.09 --deltas 0.1 0.3 0.9 --out {out}/delta",
+            "{seed} --epsilons 0.09 --deltas 0.1 0.3 0.9 --all-nodes --out {out}/delta",
         ),
         {"drafter": "models/smollm2-medusa", "tokens": 48, "sets": CHATS},
         {"drafter": "{shared}/heads", "tokens": 12, "sets": f"{MODULES} 6"},
@@ -175,7 +170,7 @@ CLAIMS = (
         f"{MEDUSA} §2.2.2, table of training ways",
         "joint training from the start harms quality; Medusa-2 (2.83 ×) is faster than Medusa-1 (2.18 ×)",
         f"acceptance of Medusa-2 and Medusa-1 heads with equally many head-training steps (400), {TINY}, its own "
-        "answers, 64 prompts × 64 tokens; quality as perplexity on the original target's text alone",
+        "answers, 64 prompts × 64 tokens; quality as KL from the original target and repeated 4-grams, not judged",
         (
             PROMPTS,
             "python benchmarks/medusa_stages.py --prompts {out}/prompts.jsonl --steps {steps} --max-new-tokens "
@@ -184,7 +179,7 @@ CLAIMS = (
         {"sets": f"{MODULES} 64", "steps": 400, "tokens": 64, "brief": ""},
         {"sets": f"{MODULES} 6", "steps": 6, "tokens": 12, "brief": BRIEF},
         read=read.read_stages,
-        minutes=15,
+        minutes=35,
     ),
     Claim(
         "specinfer-width",
@@ -250,39 +245,37 @@ CLAIMS = (
         "dynamic shortlists keep 98.4 % of the whole LM head's τ, fixed ones 93.6 % (Llama-3-8B); by the table of an "
         "earlier version 97.5 and 93.5 %",
         "τ decoded, one list a level; DynaSpec's lists by its own selection, fixed ones of 2,048 tokens; EAGLE-3 "
-        f"drafter of {SMOLLM2}, dynamic tree of 16 nodes, 32 prompts × 48 tokens, a quarter with rare tokens; FR-Spec "
-        "by a general corpus, VocabTrim by the training rows' answers",
+        f"drafter of {SMOLLM2}, trained on for 250 steps without a draft vocabulary, dynamic tree of 16 nodes, 32 "
+        "prompts × 48 tokens, a quarter with rare tokens; FR-Spec by a general corpus, VocabTrim by the training rows' "
+        "answers",
         (
             PROMPTS,
-            training("eagle", "{eagle}", "{first}", "{first_how}"),
-            training("eagle", "{eagle}", "{second}", "{second_how}"),
+            training("eagle", "{eagle}", "{trained}", "{how}"),
             training("dynaspec", "{recipe}", "dynaspec", "drafter.base={base} {lists}"),
             static_list("fr_spec", "fr-spec", " {corpus}"),
             static_list("vocab_trim", "vocab-trim"),
-            decoding("dynamic", "whole", "{base}"),
-            decoding("dynamic", "dynaspec"),
-            decoding("dynamic", "FR-Spec", "{shared}/fr-spec"),
-            decoding("dynamic", "VocabTrim", "{shared}/vocab-trim"),
+            "python benchmarks/shortlist_tasks.py {shared}/dynaspec {shared}/fr-spec {shared}/vocab-trim --prompts "
+            "{out}/prompts.jsonl --schedules selected --max-new-tokens {tokens} --nodes {nodes} --report {out}",
         ),
         {
-            "drafter": "{shared}/dynaspec",
             "base": "{shared}/rare",
-            **ALL_TOKENS,
+            "eagle": "smollm2-eagle3",
+            "trained": "rare",
+            "how": ALL_TOKENS,
             "recipe": "smollm2-dynaspec",
             "lists": "",
             "size": 2048,
             "corpus": "'drafter.corpus=[{source: data/smollm2-train.parquet}, {source: data/smollm2-train-2.parquet}]'",
-            "brief": "",
+            "brief": "evaluate.sequences=24",
             "nodes": 16,
             "tokens": 48,
             "sets": RARE,
         },
         {
-            "drafter": "{shared}/dynaspec",
             "base": "{shared}/eagle",
             "eagle": "tiny-eagle1",
-            **dict.fromkeys(("first", "second"), "eagle"),  # one for both, which is made once
-            **dict.fromkeys(("first_how", "second_how"), SMALL_STEPS),
+            "trained": "eagle",
+            "how": SMALL_STEPS,
             "recipe": "tiny-dynaspec",
             "lists": "drafter.positions=256 stages.0.steps=10 " + BRIEF,
             "size": 512,
@@ -292,9 +285,8 @@ CLAIMS = (
             "tokens": 12,
             "sets": f"{MODULES} 6",
         },
-        files=read.dynamic_tree,
         read=read.read_dynaspec,
-        minutes=100,
+        minutes=35,
     ),
     Claim(
         "magicdec-selector",

@@ -7,7 +7,8 @@
 Tasks that a program judges: `code` (HumanEval, pass@1; each answer runs in a process without network, with read-only
 files), `arithmetic` and `reasoning` (made with --seed; the last number, the first of the words that could be meant),
 and `questions` (FreshQA's, where a known answer of at most 30 characters stands in the text). Beside the share of right
-answers: speed, τ, repeated text, and the likelihood of reference answers where an adapter has changed the target.
+answers: speed, τ, repeated text. Where an adapter has changed the target, also the likelihood of reference answers, and
+KL of the changed distribution from the original one in the original's own answers (both at temperature 1).
 
 Decoding is greedy, or sampling with --temperature, to which Medusa's typical acceptance (lossy) is then added for each
 --epsilon. Right answers are compared with those of the target as it was, task by task; speed, and the texts of lossless
@@ -78,9 +79,10 @@ if __name__ == "__main__":
 
 import torch
 from scipy.stats import binomtest
+from torch import nn
 
 from draftsmith.benchmarks import judged
-from draftsmith.benchmarks.common import by_kind, decoding, interval_of
+from draftsmith.benchmarks.common import by_kind, decoding, interval_of, with_interval
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.benchmarks.typical import nats_per_token
 from draftsmith.common.progress import ProgressBar
@@ -153,6 +155,22 @@ def likelihoods(target: Target, tasks: Sequence[Task], prompts: Sequence[list[in
         given = [Generation(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for _, text in pairs]
         found[kind] = round(nats_per_token(target, [prompt for prompt, _ in pairs], given, 1.0), 4)
     return found
+
+
+@torch.inference_mode()
+def divergence(
+    base: Target, changed: Target, prompts: Sequence[Sequence[int]], answers: Sequence[Generation]
+) -> dict[str, Any]:
+    """KL(``base`` ‖ ``changed``) in nats per token of answers, with its interval over prompts."""
+    sums: list[list[float]] = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer.tokens]], device=base.device)[:, :-1]
+        original, other = (
+            each.logits(each.hidden(ids)[0, len(prompt) - 1 :]).float().log_softmax(-1) for each in (base, changed)
+        )
+        kl = nn.functional.kl_div(other, original, reduction="sum", log_target=True)
+        sums.append([float(kl), len(answer.tokens)])
+    return with_interval(torch.tensor(sums, dtype=torch.float64).t())
 
 
 def by_judge(args: argparse.Namespace, questions: list[Prompt], methods: dict[str, Method], target: Target) -> None:
@@ -257,6 +275,8 @@ def main() -> None:
         measured(name, plain_of[name], name in lossless, timed, tasks, right, decoders[name]) for name in methods
     ]
     known = {name: likelihoods(target, tasks, prompts) for name, target in targets.items()}
+    own = [timed[PLAIN].outputs[number] for number in range(len(tasks))]
+    moved = {name: divergence(base, target, prompts, own) for name, target in targets.items()}
     columns = [*dict.fromkeys(kinds), "all"]
     table = table_of(
         "method", *(f"{kind},\nright" for kind in columns), "× plain", "τ", "loops", "texts equal to plain's"
@@ -274,15 +294,17 @@ def main() -> None:
     how = "greedy" if sampling is None else f"temperature {args.temperature:g}"
     print_table(table, f"{base.name} · {len(tasks)} tasks · {how} · right answers with Wilson's 95 % interval")
     if len(known) > 1:
-        table = table_of("nats per token of the reference answers", *sets)
+        table = table_of("nats per token of the reference answers", *sets, "KL on plain's\nanswers")
         for name, nats in known.items():
-            table.add_row(name, *(f"{nats[kind]:.3f}" for kind in sets))
+            kl = cell(moved[name]["value"], moved[name]["interval"], ".4f")
+            table.add_row(name, *(f"{nats[kind]:.3f}" for kind in sets), kl)
         print_table(table)
     if args.out:
         facts = facts_of(__file__, base) | {
             "temperature": args.temperature,
             "methods": figures,
             "nats_per_token": known,
+            "kl": moved,
         }
         write_report(args.out, facts | {"texts": texts})
     if any(row["lossless"] and row["lossless"]["equal"] < row["lossless"]["texts"] for row in figures):

@@ -162,7 +162,7 @@ def list_of(head: ShortlistHead, depth: int, embeddings: Tensor, hidden: Tensor)
     """The list that each node would have for itself, as the engine makes it for a level of this node alone.
 
     Args:
-        embeddings, hidden: ``[P, e]`` and ``[P, d]``, what a router reads.
+        embeddings, hidden: ``[P, e]`` and ``[P, d]``, as :meth:`ShortlistHead.choose`.
 
     Returns:
         ``[P, C]`` int64 places in the drafter's vocabulary, in the list's order; −1 in padding, which comes last.
@@ -247,8 +247,11 @@ def measure_lists(
                 # The root is at begin + 1, and the node at begin + 1 + k.
                 p = target.logits(hidden[row.to(device), place.to(device) + 1 + k]).float().softmax(-1)[:, ids]
                 logits, known = drafts.logits(rollout.out[here]), places[label[at].to(device)]
-                embeddings, above = drafts.embed(rollout.tokens[here]).float(), rollout.hidden[here].float()
-                lists = (None if head is None else list_of(head, k, embeddings, above) for head in heads.values())
+                embeddings = drafts.embed(rollout.tokens[here]).float()
+                lists = list[Tensor | None]()
+                for head in heads.values():
+                    reads = rollout.out if head is not None and head.low_rank else rollout.hidden
+                    lists.append(None if head is None else list_of(head, k, embeddings, reads[here].float()))
                 for name, (found, rank) in zip(heads, keep(lists, logits, p, known), strict=True):
                     sums[name][:, :, k].index_add_(1, start + row, found.cpu())
                     ranks[name][start + row, place, k] = rank.cpu()

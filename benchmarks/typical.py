@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tree", default="auto", metavar="FILE|auto", help="a tree file; auto: the drafter's own tree.json"
     )
+    parser.add_argument(
+        "--all-nodes", action="store_true", help="verify whole trees: τ, and typical texts, then do not depend on costs"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write typical.json and typical.png there")
     target_options(parser)
     return parser
@@ -187,7 +190,8 @@ def main() -> None:
     check_folder("--out", args.out, {"typical.json": "command"})
     torch.set_num_threads(available_cores())
     given = read_prompts(args.prompts)
-    target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **target_arguments(args))
+    options = {"all_nodes": args.all_nodes, **target_arguments(args)}
+    target, drafter = load_drafter(args.drafter, target_name=args.target, tree=args.tree, **options)
     decoder = SpeculativeDecoder(target, drafter, lean=DECODERS[args.decoder])
     prompts = encode_prompts(given, target)
     rows = sweep(decoder, prompts, args)
@@ -200,7 +204,10 @@ def main() -> None:
         table.add_row(name, speed, cell(row["speedup"]), tau, nats, less, repeated)
     print_table(table, f"{target.name} · {args.drafter} · temperature {args.temperature:g}")
     if args.out:
-        facts = facts_of(__file__, target.device) | {"target": target.name, **chosen(args, "drafter", "temperature")}
+        facts = facts_of(__file__, target.device) | {
+            "target": target.name,
+            **chosen(args, "drafter", "temperature", "all_nodes"),
+        }
         facts |= {"methods": rows, "prompts": len(prompts), "execution": decoder.execution}
         write_report(args.out / "typical.json", facts, plot)
 

@@ -14,7 +14,8 @@
 DRAFTER is a run folder or a Hub id (of a drafter published for other programs, too, converted once: docs/import.md,
 with its target by --target), or one that needs no training: `none` (plain decoding), `ngram` (`ngram:2-10` for
 matches of 2 to 10 tokens), `draft_model:PATH` (any causal LM with the target's tokenizer; `@2,2,1` gives its children
-by depth, else it drafts a chain), `snapkv:K` and `streamingllm:K` (the target itself, over K of the cached tokens).
+by depth, else it drafts a chain), `snapkv:K` and `streamingllm:K` (the target itself, over K of the cached tokens; an
+EAGLE drafter over K of them is `FOLDER,streamingllm:K`).
 Several joined by `+` are merged into one token tree.
 
 Exit codes: 0 done, 1 failed (also: output that is not the target's own under --check-lossless), 2 wrong usage or bad

@@ -27,7 +27,8 @@ def load_drafter(
         name: ``none``; a folder or Hub id, also of a published drafter; ``ngram`` or ``ngram:SHORTEST-LONGEST``,
             matches of so many tokens; ``draft_model:PATH`` or ``draft_model:PATH@2,2,1``, a causal LM and its expansion
             (a chain of 8 if left out); ``snapkv:K``, ``streamingllm:K`` or ``topk:K``, the target over a compressed
-            cache, also with an expansion; or several of these joined by ``+``, merged into one tree.
+            cache, also with an expansion; ``FOLDER,streamingllm:K@1,1``, an EAGLE drafter over one, with a chain; or
+            several of these joined by ``+``, merged into one tree.
         target_name: folder or Hub id of the target; if left out, what the drafter's config says.
         tree: a file, or ``auto``: the drafter's own.
         all_nodes: every step has all nodes of the tree, also where fewer are faster.

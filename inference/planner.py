@@ -1,15 +1,18 @@
 """When self-speculation over a compressed cache pays, and how (MagicDec, arXiv 2408.11049 §3): for batch sizes and
-context lengths, the selector, the number of entries K and of drafted tokens γ with the highest predicted speed.
+context lengths, the selector, the number of entries K and of drafted tokens γ with the highest predicted speed. With
+--drafters also which drafter: draft models of any size and EAGLE drafters, over their whole cache or a compressed one.
 
     python inference/planner.py --target models/tiny-lm --contexts 512 2048 3584 --batch-sizes 1 4 16 --out PLAN.json
     python inference/decode.py --plan PLAN.json --target models/tiny-lm --prompts LONG.jsonl --batch-size 4
+    python inference/planner.py --target TARGET --drafters draft_model:SMALL draft_model:LESS runs/eagle --out PLAN.json
 
 Step costs are measured on this machine. Acceptance by depth is measured, by selector and K, on what the target itself
 writes after texts of each length: held-out modules, or --prompts. Then, of B rows with S cached tokens each,
 
     speed-up = E · T(B, S, 1) / (γ · T(B, K, 1) + T(B, S, γ + 1) + T_select),   E = 1 + α₁ + α₁ α₂ + … + α₁ … α_γ
 
-Where plain decoding is the fastest, the plan says so. PLAN.json has a plot beside it.
+Where plain decoding is the fastest, the plan says so. PLAN.json has a plot beside it. With --drafters whole steps are
+timed in each setting; the plan has each setting's best drafter, as decode.py takes it, and the best of the others.
 
 Shape letters: B rows, S cached tokens, K entries, γ drafted tokens of a step.
 """
@@ -22,7 +25,7 @@ from draftsmith.common.command import CommandLine, available_cores, before_impor
 from draftsmith.common.files import check_file
 from draftsmith.inference.commands.early import check_prompts
 from draftsmith.inference.commands.options import check_counts, check_threads
-from draftsmith.inference.drafters.names import SELECTORS, TRIED
+from draftsmith.inference.drafters.names import SELECTORS, TRIED, check_names
 from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -38,6 +41,13 @@ def parser() -> argparse.ArgumentParser:
         "--selectors", nargs="+", choices=SELECTORS, help=f"({' '.join(TRIED)}, where the target allows it)"
     )
     parser.add_argument(
+        "--drafters",
+        nargs="+",
+        default=[],
+        metavar="DRAFTER",
+        help="to choose from, beside the target itself: draft_model:PATH, folders of EAGLE drafters",
+    )
+    parser.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
@@ -47,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each text, and of an answer (%(default)s)")
     target_options(parser)
     parser.add_argument("--threads", type=int, default=available_cores(), help="CPU threads; all cores if left out")
-    parser.add_argument("--out", type=Path, metavar="PLAN.json", help="write the plan there, and its plot beside it")
+    out = "write the plan there; without --drafters, its plot beside it"
+    parser.add_argument("--out", type=Path, metavar="PLAN.json", help=out)
     return parser
 
 
@@ -55,6 +66,8 @@ def check(args: argparse.Namespace) -> None:
     if args.target is None:
         raise ValueError("--target is missing: the model that drafts for itself")
     known_folder(args.target)
+    if args.drafters:
+        check_names(args.drafters, args.target)
     for name in ("contexts", "batch_sizes", "entries"):
         for value in getattr(args, name):
             check_counts(**{name: value})
@@ -73,7 +86,8 @@ from draftsmith.common.files import write_json
 from draftsmith.inference.commands.memory import check_memory
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.measure.plan_figures import draw, print_plan
+from draftsmith.inference.measure.drafter_plans import candidates, plan_drafters
+from draftsmith.inference.measure.plan_figures import draw, print_drafter_plan, print_plan
 from draftsmith.inference.measure.planning import make_plan, possible_selectors
 from draftsmith.inference.measure.prefilled import longest_context
 from draftsmith.models.target import load_target
@@ -85,14 +99,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     largest = [f"{selector}:{max(args.entries)}" for selector in args.selectors or TRIED]
     longest, options = max(args.contexts) + 2 * args.new_tokens, target_arguments(args)
-    check_memory(args.target, largest, lambda: longest, max(args.batch_sizes), options, whole=True)
+    check_memory(args.target, [*largest, *args.drafters], lambda: longest, max(args.batch_sizes), options, whole=True)
     target = load_target(args.target, **options)
     if max(args.contexts) > longest_context(target, args.new_tokens):
         raise ValueError(
             f"--contexts {max(args.contexts)}: '{target.name}' has {target.context} positions, of which "
             f"{longest_context(target, args.new_tokens)} are left beside --new-tokens {args.new_tokens}"
         )
-    if min(args.entries) >= min(args.contexts):
+    if min(args.entries) >= min(args.contexts) and not args.drafters:
         raise ValueError(
             f"--contexts {min(args.contexts)}: all --entries are as many or more; give one below {min(args.contexts)}"
         )
@@ -102,12 +116,21 @@ def main() -> None:
             f"{args.prompts}: its longest text has {counted(most, 'token')}, too few for --contexts "
             f"{max(args.contexts)}; give longer ones, or leave out --prompts (held-out modules)"
         )
-    settings = [(selector, each) for selector in args.selectors or possible_selectors(target) for each in args.entries]
-    facts = make_plan(
-        target, args.contexts, args.batch_sizes, settings, given, args.texts, args.new_tokens, DECODERS[args.decoder]
-    )
-    print_plan(facts)
-    if args.out:
+    selectors, lean = args.selectors or possible_selectors(target), DECODERS[args.decoder]
+    sizes = args.contexts, args.batch_sizes
+    if args.drafters:
+        chosen = candidates(target, args.drafters, selectors, args.entries)
+        texts = {size: [each[:size] for each in given if len(each) >= size][: args.texts] for size in args.contexts}
+        facts = plan_drafters(target, chosen, *sizes, texts if given else args.texts, args.new_tokens, lean)
+        print_drafter_plan(facts)
+    else:
+        settings = [(selector, each) for selector in selectors for each in args.entries]
+        facts = make_plan(target, *sizes, settings, given, args.texts, args.new_tokens, lean)
+        print_plan(facts)
+    if args.out and args.drafters:
+        write_json(args.out, facts)
+        console.print(f"wrote {args.out}", markup=False, soft_wrap=True)
+    elif args.out:
         write_json(args.out, facts)
         draw(facts, args.out.with_suffix(".png"))
         console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)

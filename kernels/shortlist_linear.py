@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.kernels.backend import dense, jit, next_power, tl, why_not_triton
-from draftsmith.kernels.head_topk import MAX_COUNT, merge_topk, topk_tile
+from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, merge_topk, topk_tile
 from draftsmith.kernels.linear import linear
 
 CHUNK_BYTES = 3 << 20  # of rows that are copied together on a CPU
@@ -87,12 +87,14 @@ def shortlist_logits_reference(features: Tensor, weight: Tensor, rows: Tensor) -
 
 
 def shortlist_topk_reference(
-    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int
+    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, log_q: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The definition of :func:`shortlist_topk`, ties included."""
     logits = shortlist_logits_reference(features, weight, rows)
     values, places = logits.sort(dim=-1, descending=True, stable=True)
-    return values[..., :count], _tokens(values[..., :count], places[..., :count], rows, ids)
+    values, places = values[..., :count], places[..., :count]
+    tokens = _tokens(values, places, rows, ids)
+    return values - logits.logsumexp(-1, keepdim=True) if log_q else values, tokens
 
 
 def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
@@ -119,9 +121,10 @@ def _shortlist_kernel(
     place where there is none.
 
     head: pointers to features, weight and the texts' rows of the head, the width, strides of features and weight.
+    ``tops`` and ``sums``: each block's max l and Σ exp(l − max l), or None.
     """
     features, weight, head_rows, width, features_row, weight_row = head
-    values, places = outputs
+    values, places, tops, sums = outputs
     text = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     place = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -137,6 +140,13 @@ def _shortlist_kernel(
         logits = tl.dot(x, w, logits, input_precision="ieee")
     left = tl.where(known[None, :], logits, float("-inf"))
     node, exists = text * rows + row, row < rows  # among the nodes of all texts
+    if tops is not None:
+        finite = tl.where(left == left, left, float("-inf"))  # not NaN
+        top = tl.max(finite, 1)
+        total = tl.sum(tl.exp(finite - tl.where(top > float("-inf"), top, 0.0)[:, None]), 1)  # 0 of a block of −inf
+        block = node * tl.num_programs(1) + tl.program_id(1)
+        tl.store(tops + block, top, mask=exists)
+        tl.store(sums + block, total, mask=exists)
     if COUNT == 0:
         out = values + node[:, None] * capacity + place[None, :]
         tl.store(out, left, mask=exists[:, None] & (place < capacity)[None, :])
@@ -150,8 +160,11 @@ def _shortlist_kernel(
             left = tl.where(place[None, :] == best_place[:, None], float("-inf"), left)
 
 
-def _launch(features: Tensor, weight: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
-    """The kernel's outputs: logits ``[B, n, C]`` and None for a count of 0, else ``[B, n, P · count]`` of P blocks."""
+def _launch(
+    features: Tensor, weight: Tensor, rows: Tensor, count: int, log_q: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The kernel's outputs. For a count of 0 logits ``[B, n, C]``; else values and places ``[B, n, P · count]`` of P
+    blocks and, for ``log_q``, the blocks' ``tops`` and ``sums`` ``[B · n, P]``. None in place of the others."""
     features, rows = dense(features), dense(rows)
     assert weight.stride(1) == 1
     (texts, nodes, width), capacity = features.shape, rows.shape[1]
@@ -159,11 +172,12 @@ def _launch(features: Tensor, weight: Tensor, rows: Tensor, count: int) -> tuple
     grid = (-(-nodes // tile["BLOCK_M"]), -(-capacity // tile["BLOCK_V"]), texts)
     values = features.new_empty((texts, nodes, grid[1] * count or capacity), dtype=torch.float32)
     places = torch.empty_like(values, dtype=torch.int32) if count else None
+    tops, sums = features.new_empty((2, texts * nodes, grid[1]), dtype=torch.float32) if log_q else (None, None)
     head = (features, weight, rows, width, features.stride(1), weight.stride(0))
     with torch.cuda.device_of(features):
         sizes = (nodes, capacity, features.stride(0), rows.stride(0))
-        _shortlist_kernel[grid](head, (values, places), *sizes, COUNT=count, **tile)
-    return values, places
+        _shortlist_kernel[grid](head, (values, places, tops, sums), *sizes, COUNT=count, **tile)
+    return values, places, tops, sums
 
 
 @jit(do_not_specialize="rows head_rows_text")
@@ -221,7 +235,7 @@ def _logits_cpu(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def shortlist_topk(
-    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, static: bool = False
+    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, static: bool = False, log_q: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The best ``count`` tokens of each node's shortlist, best first; on a GPU without writing the logits.
 
@@ -232,9 +246,10 @@ def shortlist_topk(
         features, weight, rows, static: as in :func:`shortlist_logits`. A row that occurs twice is two candidates.
         ids: ``[V]`` int64 token of each row of the head.
         count: R ≤ min(16, C).
+        log_q: whether the values are log probabilities over the shortlist.
 
     Returns:
-        values ``[B, n, R]`` float32 logits, ids ``[B, n, R]`` int64.
+        values ``[B, n, R]`` float32 logits or log probabilities, ids ``[B, n, R]`` int64.
 
     Raises:
         ValueError: R is out of range.
@@ -243,13 +258,13 @@ def shortlist_topk(
     if not 0 < count <= min(MAX_COUNT, capacity):
         raise ValueError(f"shortlist_topk: {count} tokens of {capacity}; use 1 to {min(MAX_COUNT, capacity)}")
     if why_not_triton(features):
-        best = shortlist_logits(features, weight, rows, static).topk(count, -1)
-        return best.values, _tokens(best.values, best.indices, rows, ids)
+        values, places = best_tokens(shortlist_logits(features, weight, rows, static), count, log_q)
+        return values, _tokens(values, places, rows, ids)
     rows, ids = dense(rows), dense(ids)
-    values, places = _launch(features, weight, rows, count)
+    values, places, tops, sums = _launch(features, weight, rows, count, log_q)
     assert places is not None
     with torch.cuda.device_of(features):
-        best_values, best_places = merge_topk(values.flatten(0, 1), places.flatten(0, 1), count, capacity)
+        best_values, best_places = merge_topk(values.flatten(0, 1), places.flatten(0, 1), count, capacity, tops, sums)
         best_ids = torch.empty_like(best_places)
         lists, sizes = (best_values, best_places, rows, ids, best_ids), (nodes, rows.stride(0))
         _tokens_kernel[(texts * nodes,)](*lists, *sizes, COUNT=count, BLOCK=next_power(count), num_warps=1)

@@ -97,17 +97,8 @@ class EagleConfig:
         if self.version not in (1, 3):
             raise ValueError(f"field 'version' is {self.version!r}; it has to be 1 or 3")
         check_projection(self.projection)
-        check_whole(self, SIZES)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"field 'num_attention_heads' is {self.num_attention_heads}; it has to be a multiple of "
-                f"num_key_value_heads, {self.num_key_value_heads}"
-            )
-        if not isinstance(self.rope_parameters, dict):
-            raise ValueError(f"field 'rope_parameters' is {self.rope_parameters!r}; it has to be an object")
+        check_sizes(self)
         layers = self.captured_layers
-        if any(type(layer) is not int or layer < 0 for layer in layers) or len(set(layers)) < len(layers):
-            raise ValueError(f"field 'captured_layers' is {list(layers)!r}; they have to be distinct numbers of layers")
         if (self.version == 3) != bool(layers):
             raise ValueError("field 'captured_layers': EAGLE-3 reads some layers, EAGLE-1 none")
         if self.version == 1 and (self.projection == "own" or self.fc_norm or self.norm_before_fc or self.norm_output):
@@ -157,28 +148,12 @@ class EagleConfig:
         Raises:
             ValueError: the target has no such layers.
         """
-        heads, width, count = config.num_attention_heads, config.hidden_size, config.num_hidden_layers
+        count = config.num_hidden_layers
         layers = tuple(captured_layers) or (layers_to_capture(count) if version == 3 else ())
-        if any(layer >= count for layer in layers):
-            raise ValueError(f"drafter.captured_layers={list(layers)}: the target has layers 0 to {count - 1}")
-        return cls(
-            version,
-            projection,
-            width,
-            vocab_size,
-            heads,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or width // heads,
-            intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
-            context,
-            _rope_parameters(config),
-            rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
-            captured_layers=layers,
-            draft_vocab_size=draft_vocab_size,
-            parallel=parallel,
-            mask_token_id=vocab_size - 1 if parallel else None,
-            **options,
-        )
+        check_captured(layers, count)
+        own = {**sizes_for(config, vocab_size, context, intermediate_size), **options}
+        own |= {"parallel": parallel, "mask_token_id": vocab_size - 1 if parallel else None}
+        return cls(version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **own)
 
     @property
     def outputs(self) -> int:
@@ -195,13 +170,56 @@ class EagleConfig:
 
     def llama(self) -> LlamaConfig:
         """The layer's sizes and rotary positions as a ``transformers`` config."""
-        return LlamaConfig(
-            num_hidden_layers=1,
-            tie_word_embeddings=False,
-            rms_norm_eps=self.rms_norm_eps,
-            rope_parameters=dict(self.rope_parameters),
-            **{name: getattr(self, name) for name in SIZES},
+        return llama_config(self)
+
+
+def check_sizes(config: Any) -> None:
+    """Raises ValueError: a size in a drafter's config, its rotary parameters or its captured layers are impossible."""
+    check_whole(config, SIZES)
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"field 'num_attention_heads' is {config.num_attention_heads}; it has to be a multiple of "
+            f"num_key_value_heads, {config.num_key_value_heads}"
         )
+    if not isinstance(config.rope_parameters, dict):
+        raise ValueError(f"field 'rope_parameters' is {config.rope_parameters!r}; it has to be an object")
+    layers = config.captured_layers
+    if any(type(layer) is not int or layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+        raise ValueError(f"field 'captured_layers' is {list(layers)!r}; they have to be distinct numbers of layers")
+
+
+def check_captured(layers: Sequence[int], count: int) -> None:
+    """Raises ValueError: a target of ``count`` layers has not all of these."""
+    if any(layer >= count for layer in layers):
+        raise ValueError(f"drafter.captured_layers={list(layers)}: the target has layers 0 to {count - 1}")
+
+
+def sizes_for(config: Any, vocab_size: int, context: int, intermediate_size: int | None) -> dict[str, Any]:
+    """The sizes and rotary positions that a drafter's layers take from a target; arguments as those of
+    :meth:`EagleConfig.for_target`."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    return {
+        "hidden_size": width,
+        "vocab_size": vocab_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or width // heads,
+        "intermediate_size": intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
+        "max_position_embeddings": context,
+        "rope_parameters": _rope_parameters(config),
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
+    }
+
+
+def llama_config(config: Any) -> LlamaConfig:
+    """The sizes and rotary positions in a drafter's config as a ``transformers`` config."""
+    return LlamaConfig(
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        **{name: getattr(config, name) for name in SIZES},
+    )
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write an EAGLE drafter or Medusa heads in the format of a serving program, and check what was written.
+"""Write an EAGLE or DFlash drafter or Medusa heads in the format of a serving program, and check what was written.
 
     python models/export.py runs/mine --to vllm --out served/mine           # EAGLE-3: the same folder as for sglang
     python models/export.py runs/mine --to speculators --out served/mine    # then: vllm serve served/mine
@@ -35,12 +35,13 @@ _NOT_FOR = {  # options that a format has no use for, and why
     "hf": ("target served_target speculative_tokens dtype", "uploads the run's folder as it is"),
     "merged": ("served_target speculative_tokens dtype push_to_hub", "writes the target alone, as it is stored"),
 }
-_UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "snapkv", "topk")  # drafters without a folder
+# Drafters without a folder.
+_UNTRAINED = ("none", "ngram", "draft_model", "streamingllm", "streamingllm16", "snapkv", "topk")
 
 
 def parser() -> argparse.ArgumentParser:
     parser = CommandLine(__doc__)
-    parser.add_argument("drafter", help="the folder or Hub id of an EAGLE or Medusa drafter, for example runs/mine")
+    parser.add_argument("drafter", help="folder or Hub id of an EAGLE, DFlash or Medusa drafter, for example runs/mine")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the folder to write; none for --to hf")
     parser.add_argument("--target", help="the target, if it is not where the drafter's config says")

@@ -1,10 +1,10 @@
-"""Import a drafter that was published for another program: EAGLE-1, EAGLE-3 or Medusa, a folder or Hub id.
+"""Import a drafter that was published for another program: EAGLE-1, EAGLE-3, DFlash or Medusa, a folder or Hub id.
 
     python models/import_drafter.py USER/EAGLE3-NAME --target T --out runs/imported
     python models/import_drafter.py USER/MEDUSA-NAME --target T --out runs/imported --allow-pickle
 
 The folder written is a drafter like those that training writes: decode.py, calibrate.py, export.py and `init_from` of a
-recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, Medusa and TGI
+recipe take it. Formats are those of EAGLE, SGLang, vLLM, ModelOpt, speculators, z-lab, Medusa and TGI
 (models/serving/layouts.py). A tensor or a field that is not known here is refused, and so is a drafter of a target of
 another width or vocabulary.
 What target it was trained for is not stored in such a folder: what whole trees of it accept (decode.py --all-nodes)

@@ -8,7 +8,7 @@ from draftsmith.models.precision import DTYPES, say
 
 QUANTIZE = ("none", "8bit", "4bit")
 DEVICE_MAPS = ("none", "auto", "cpu", "disk")
-ShortlistKind = Literal["fr_spec", "vocab_trim", "dynaspec"]
+ShortlistKind = Literal["fr_spec", "vocab_trim", "dynaspec", "low_rank"]
 ShortlistSchedule = Literal["fixed", "position_aware"]
 DECODERS = {"auto": None, "lean": True, "transformers": False}  # --decoder → ``SpeculativeDecoder``'s ``lean``
 

@@ -4,6 +4,7 @@ over its whole vocabulary.
     fr_spec      the most frequent tokens of a general corpus (FR-Spec, arXiv 2502.14856)
     vocab_trim   the most frequent tokens of the target's own text (VocabTrim, arXiv 2506.22694)
     dynaspec     clusters of tokens, chosen for each node by a small router (DynaSpec, arXiv 2510.13847)
+    low_rank     the tokens that an approximation of the head of low rank finds for each node
 
 All have one form: the head's rows are put in an order, and a shortlist of depth t has at most ``capacity[t]`` of them.
 The first two order them by frequency. DynaSpec orders them by cluster, and takes the k_c(t) clusters of the highest
@@ -14,8 +15,12 @@ scores, as many as fit:
 h̃ is what the drafter's layer continues from (§3 of the paper): the fused feature of the root, for deeper nodes their
 parent's hidden state. Both are known before the layer runs, so the router can run at the same time.
 
+A low-rank list reads what the LM head reads, x, after the layer. Its tokens are those of the ``capacity[t]`` highest
+scores up · (down · x) of each node, W ≈ up · down being the truncated SVD of the head, which is not trained. The head's
+own rows give their logits, so that with full rank a node's best tokens are those of the whole head.
+
 Shape letters: P positions, S tokens that the drafter chooses from, M clusters, e width of embeddings, d of hidden
-states, h of the router, K depths.
+states, h of the router, K depths, r rank.
 """
 
 from collections.abc import Mapping
@@ -26,12 +31,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.head_topk import MAX_COUNT, head_topk
+from draftsmith.kernels.linear import linear
 from draftsmith.kernels.shortlist_linear import Shortlist as Rows
 from draftsmith.kernels.shortlist_linear import pack_shortlist
 from draftsmith.models.options import ShortlistKind, ShortlistSchedule
 from draftsmith.models.vocabulary import check_whole
 
 DEPTHS = 6  # K: deeper nodes have the last one's shortlist
+_ROWS = 1 << 14  # of an LM head that are converted at a time
+_SIZES = {  # that a config has to give
+    "dynaspec": ("num_clusters", "router_width", "embedding_size", "feature_size"),
+    "low_rank": ("rank", "feature_size"),
+}
 
 
 def budget(most: int, schedule: ShortlistSchedule, depths: int = DEPTHS) -> tuple[int, ...]:
@@ -51,9 +64,10 @@ class ShortlistConfig:
     """The shape of a drafter's shortlists.
 
     outputs: S, rows of the drafter's LM head.
-    capacity: tokens of a shortlist at most, by depth; deeper nodes have the last one's.
+    capacity: tokens of a shortlist at most, of ``low_rank`` of each node, by depth; deeper nodes have the last one's.
     clusters: of ``dynaspec``, clusters wanted, by depth; ``num_clusters`` M, ``router_width`` h, ``embedding_size`` e
         and ``feature_size`` d.
+    rank: of ``low_rank``, r; ``feature_size``: numbers that the LM head reads.
     """
 
     shortlist: ShortlistKind
@@ -64,6 +78,7 @@ class ShortlistConfig:
     router_width: int = 0
     embedding_size: int = 0
     feature_size: int = 0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("capacity", "clusters"):
@@ -71,10 +86,14 @@ class ShortlistConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.shortlist not in get_args(ShortlistKind):
             raise ValueError(f"field 'shortlist' is {self.shortlist!r}; known: {', '.join(get_args(ShortlistKind))}")
-        routed = self.shortlist == "dynaspec"
-        sizes = ("num_clusters", "router_width", "embedding_size", "feature_size")
-        check_whole(self, ("outputs", *(sizes if routed else ())))
-        lists = {"capacity": self.outputs} | ({"clusters": self.num_clusters} if routed else {})
+        check_whole(self, ("outputs", *_SIZES.get(self.shortlist, ())))
+        if self.shortlist == "low_rank" and self.rank > (most := min(self.outputs, self.feature_size)):
+            raise ValueError(
+                f"field 'rank' is {self.rank}; an LM head of {self.outputs} × {self.feature_size} has {most}"
+            )
+        lists = {"capacity": self.outputs}
+        if self.shortlist == "dynaspec":
+            lists["clusters"] = self.num_clusters
         for name, most in lists.items():
             values = getattr(self, name)
             whole = isinstance(values, tuple) and all(type(value) is int and 1 <= value <= most for value in values)
@@ -84,7 +103,7 @@ class ShortlistConfig:
 
     def to_dict(self) -> dict[str, Any]:
         fields = asdict(self) | {"capacity": list(self.capacity), "clusters": list(self.clusters)}
-        return fields if self.shortlist == "dynaspec" else {k: v for k, v in fields.items() if v}
+        return {name: value for name, value in fields.items() if value}
 
     def with_budget(self, k_max: int, schedule: ShortlistSchedule) -> "ShortlistConfig":
         """Of ``dynaspec``, with k_c(t) clusters at depth t, and room for as many tokens as these have on average."""
@@ -95,7 +114,7 @@ class ShortlistConfig:
     @property
     def fewest(self) -> int:
         """Places of the shortest shortlist. Some may stay empty; in greedy mode a tree with more children than tokens
-        has token 0 in their place, which is verified as any other."""
+        has token 0, or by a kernel the list's first one, in their place, which is verified as any other."""
         return min(self.capacity)
 
     def tokens(self, depth: int) -> int:
@@ -114,6 +133,16 @@ def head_rows_of(head: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError("shortlists need the rows of the LM head, and it is quantised or no plain matrix")
     return weight.detach()
+
+
+def low_rank_factors(head: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The truncated SVD of an LM head ``[S, d]``: down ``[r, d]`` and up ``[S, r]``, float32, whose product up · down
+    is the nearest matrix of rank r. By the eigenvectors of WᵀW, as S is many times d."""
+    gram = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64, device=head.device)
+    for rows in head.split(_ROWS):
+        gram.addmm_(rows.t().double(), rows.double())
+    down = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1).t().float().contiguous()
+    return down, torch.cat([rows.float() @ down.t() for rows in head.split(_ROWS)])
 
 
 class Router(nn.Module):
@@ -142,11 +171,15 @@ def _norm(x: Tensor) -> Tensor:
 
 
 class ShortlistHead(nn.Module):
-    """The order of a drafter's LM head and, of ``dynaspec``, the router.
+    """The order of a drafter's LM head and, of ``dynaspec``, the router, of ``low_rank`` the factors.
 
     order: ``[S]`` int64, the place in the drafter's vocabulary of each row: by cluster, or by falling frequency.
     starts: ``[M + 1]`` int64, the first row of each cluster, then S; empty without clusters.
+    down, up: ``[r, d]`` and ``[S, r]`` as :func:`low_rank_factors`, the rows of ``up`` in this order.
     """
+
+    down: Tensor
+    up: Tensor
 
     def __init__(self, config: ShortlistConfig) -> None:
         super().__init__()
@@ -158,6 +191,14 @@ class ShortlistHead(nn.Module):
         self.router: Router | None = None
         if config.shortlist == "dynaspec":
             self.router = Router(config.embedding_size, config.feature_size, config.router_width, config.num_clusters)
+        if self.low_rank:
+            self.register_buffer("down", torch.zeros(config.rank, config.feature_size))
+            self.register_buffer("up", torch.zeros(config.outputs, config.rank))
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the list follows from what the LM head reads."""
+        return self.config.shortlist == "low_rank"
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "ShortlistHead":
@@ -191,9 +232,31 @@ class ShortlistHead(nn.Module):
         """The rows of the clusters of the highest scores ``[B, M]``, as many as depth's shortlist wants and holds."""
         return pack_shortlist(scores, self.starts, self.config.wanted(depth), self.config.tokens(depth))
 
+    def candidates(self, read: Tensor, depth: int) -> Tensor:
+        """The rows of each node's highest scores: what the LM head reads, ``[P, d]``, → ``[P, k]`` int64, ascending."""
+        low, count = linear(read.to(self.down.dtype), self.down), self.config.tokens(depth)
+        if count > MAX_COUNT or why_not_triton(low):
+            rows = linear(low, self.up).topk(count, -1).indices
+        else:
+            rows = head_topk(low, self.up, count)[1]
+        return rows.sort(-1).values
+
+    def of_level(self, read: Tensor, depth: int) -> Tensor:
+        """The candidates of a level's nodes together, each row once: ``[B, n, d]`` → ``[B, min(n k, S)]`` int64,
+        ascending, then padding (−1)."""
+        outputs = self.config.outputs
+        found = self.candidates(read.flatten(0, 1), depth).view(len(read), -1).sort(-1).values
+        again = F.pad(found[:, 1:] == found[:, :-1], (1, 0))
+        rows = found.masked_fill(again, outputs).sort(-1).values[:, :outputs]
+        return torch.where(rows < outputs, rows, -1)
+
     def choose(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Rows | None:
-        """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]``; None if the list is the
-        same for all nodes."""
+        """The rows that each of P nodes would have for itself, from ``[P, e]`` and ``[P, d]`` (of ``low_rank``, what
+        the LM head reads); None if the list is the same for all nodes."""
+        if self.low_rank:
+            rows = self.candidates(hidden, depth)
+            count = torch.full_like(rows[:, 0], rows.shape[1])
+            return Rows(rows, count, torch.zeros_like(count))
         if self.router is None:
             return None
         return self.rows(self.router(embeddings, hidden, depth).float(), depth)

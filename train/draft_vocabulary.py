@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.packing import Rows
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -30,7 +31,7 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     """The size of a run's draft vocabulary: the recipe's, less on a tiny target; None: it has none."""
     if size and run.small:
         size = min(size, vocab_size // 2)
-    if size and size > (tokens := int(_used(run, vocab_size).sum())):
+    if size and size > (tokens := int(used(run, vocab_size).sum())):
         raise ValueError(f"drafter.draft_vocab_size={size}: the target has {tokens} tokens; set fewer, or null")
     ids = begun(run)
     if run.resume and (began := None if ids is None else len(ids)) != size:
@@ -45,7 +46,7 @@ def size_of(run: Run[Any], size: int | None, vocab_size: int) -> int | None:
     return size
 
 
-def _used(run: Run[Any], vocab_size: int) -> Tensor:
+def used(run: Run[Any], vocab_size: int) -> Tensor:
     """``[V]`` bool, the ids that are tokens: an LM head may have more rows than the tokenizer has tokens."""
     if run.tokenizer is None:
         return torch.ones(vocab_size, dtype=torch.bool)
@@ -53,7 +54,9 @@ def _used(run: Run[Any], vocab_size: int) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids[ids < vocab_size], True)
 
 
-def apply(run: Run[Any], drafter: MedusaHeads | Eagle, target: Target, rows: Sequence[Batches]) -> dict[str, Any]:
+def apply(
+    run: Run[Any], drafter: MedusaHeads | Eagle | DFlash, target: Target, rows: Sequence[Batches]
+) -> dict[str, Any]:
     """Give an untrained drafter its draft vocabulary, if it has one; one of ``init_from`` keeps its own. Returns facts
     for provenance.json."""
     own = drafter.draft_vocab
@@ -84,7 +87,7 @@ def choose(
         # As often as training draws from this source, whatever its length.
         train += torch.bincount(labels, minlength=vocab_size) * (source.weight / len(part))
     held_out = torch.bincount(run.held_out["tokens"][run.held_out["supervised"]], minlength=vocab_size)
-    ids = most_frequent(train.where(_used(run, vocab_size), -1), size) if given is None else given.cpu()
+    ids = most_frequent(train.where(used(run, vocab_size), -1), size) if given is None else given.cpu()
     if run.main:
         checkpoint.write_tensors(run.folder / FOLDER, {"ids": ids})
     shares = [round(coverage(counts, ids), 4) for counts in (train, held_out)]
@@ -104,3 +107,24 @@ def choose(
         listed = ", ".join(f"{size:,}: {a:.2%} and {b:.2%}" for size, (a, b) in others.items())
         console.print(f"  other sizes (drafter.draft_vocab_size) {listed}")
     return ids, {"draft_vocabulary": {"size": len(ids), "train": shares[0], "held_out": shares[1], "others": others}}
+
+
+def mask_token(run: Run[Any], given: int | None, target: Target, rows: Sequence[Batches]) -> int:
+    """The mask token of a block drafter: the ``given`` one, else one that is no token, else the highest one that no row
+    has.
+    Raises ValueError: a row has the given one; or there is none left."""
+    seen = torch.zeros(target.vocab_size, dtype=torch.bool)
+    for tokens in [run.held_out["tokens"], *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
+        seen[torch.as_tensor(tokens).flatten().long()] = True
+    if given is None:
+        unused = ~used(run, target.vocab_size) & ~seen
+        left, special = ~seen, {*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", ())}
+        left[torch.tensor([token for token in special if token < len(left)], dtype=torch.int64)] = False
+        if not left.any():
+            raise ValueError("drafter.mask_token_id: the rows have every token; give the id of a rare one")
+        return int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
+    if given >= target.vocab_size:
+        raise ValueError(f"drafter.mask_token_id={given}: the target's ids are 0 to {target.vocab_size - 1}")
+    if seen[given]:
+        raise ValueError(f"drafter.mask_token_id={given}: some rows have this token; give one that no row has, or null")
+    return given

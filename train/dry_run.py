@@ -109,7 +109,7 @@ class Plan:
     projected: how many of the frozen parameters heads multiply with once more (a shared projection), in all.
     passes: through what is frozen: forward (not with kept hidden states), teacher, backward to adapters.
     copied: how many frozen parameters are held twice (the LM head's rows of a draft vocabulary).
-    unrolled: passes through what trains.
+    unrolled: passes through what trains, for each token of a row.
     attended: width of the queries of what trains, times its passes, for products with all keys of a row.
     scores: scores of a token that exist in float32, by the length of a row.
     logits: of a token, in all losses.
@@ -130,7 +130,7 @@ class Plan:
     projected: int = 0
     passes: int = 1
     copied: int = 0
-    unrolled: int = 1
+    unrolled: float = 1
     attended: float = 0.0
     scores: int = 0
     logits: int = 0

@@ -9,8 +9,9 @@
    CE with the ten tokens' probability by cluster (labels: mass); the drafter and the LM head are frozen
 4. k_max and schedule: the fastest that keep ``drafter.keep`` of the whole head's simulated τ
 
-A list by frequency (fr_spec, vocab_trim) is counted, and trains nothing. Then: inference/calibrate.py,
-inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V vocabulary, d hidden width.
+A list by frequency (fr_spec, vocab_trim) is counted, and low_rank is the LM head's SVD: nothing is trained. Then:
+inference/calibrate.py, inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V
+vocabulary, d hidden width.
 """
 
 import itertools
@@ -149,7 +150,8 @@ def train(run: Run[DynaspecRecipe]) -> None:
     head = make_head(run, target, drafts, rows)
     run.start_weights(head, target)
     with run.evaluating(head):
-        recorded = record(drafts, run.held_out["tokens"], run.held_out["supervised"], BEST, torch.bfloat16)
+        texts = run.held_out["tokens"], run.held_out["supervised"]
+        recorded = record(drafts, *texts, BEST, torch.bfloat16, low_rank=head.low_rank)
     whole = kept(recorded, drafts.embed, None).ranks
     tree = selection_tree(whole)
     if head.router is not None:
@@ -167,9 +169,9 @@ def train(run: Run[DynaspecRecipe]) -> None:
             )
         with run.evaluating(module):
             facts["selection"] = select(run, head, drafts, target, recorded, tree)
-    ranks = kept(recorded, drafts.embed, head).ranks
-    run.show_ranks(ranks, tree)
-    facts["simulated_tau"] = simulate(tree, ranks)
+    found = kept(recorded, drafts.embed, head)
+    run.show_ranks(found.ranks, tree)
+    facts |= {"simulated_tau": simulate(tree, found.ranks), "top1": found.top1, "top10": found.top10}
     facts["whole_simulated_tau"] = simulate(tree, whole)
     weights = {n: w.int() if n in ("order", "starts") else w for n, w in head.state_dict().items()}
     shape = head.config.to_dict() | {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}

@@ -39,12 +39,11 @@ from draftsmith.kernels.soft_loss import Teacher
 from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import HEAD_DECAY, LOGITS, labels_of, linear_soft_loss, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_soft_loss, shifted_labels, teach
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
@@ -82,30 +81,10 @@ class EagleTraining(nn.Module):
         """Labels of each step."""
         return labels_of(self, batch).sum((1, 2))
 
-    @torch.no_grad()
     def teach(self, hidden: Tensor) -> Teacher:
         """The target's distributions on the draft vocabulary, from its last hidden states ``[N, d]``."""
-        target, ids = self.target, self.eagle.draft_vocab
-        dtype = next(target.lm_head.parameters()).dtype
-        probs = torch.empty(len(hidden), self.eagle.config.outputs, device=hidden.device)
-        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
-        coverage, entropy = None if ids is None else probs.new_empty(len(hidden)), None
-        if self.loss == "lk":
-            entropy = probs.new_empty(len(hidden))
-        size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
-        for begin in range(0, len(hidden), size):
-            part = slice(begin, begin + size)
-            logits = target.logits(hidden[part].to(dtype))
-            chosen = logits.argmax(-1)
-            p = probs[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
-            best[part] = chosen if ids is None else to_draft_ids(chosen, ids, outside=-1)
-            if coverage is not None:  # of the likeliest token, by both distributions
-                place = best[part, None]
-                whole = logits.softmax(-1, dtype=torch.float32).gather(1, chosen[:, None])
-                coverage[part] = torch.where(place < 0, 0.0, whole / p.gather(1, place.clamp(min=0)))[:, 0]
-            if entropy is not None:
-                entropy[part] = -torch.xlogy(p, p).sum(-1)
-        return Teacher(probs, best, coverage, entropy)
+        eagle = self.eagle
+        return teach(self.target, hidden, eagle.draft_vocab, eagle.config.outputs, self.loss == "lk")
 
     def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
         """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""

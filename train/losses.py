@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.kernels.soft_loss import Teacher, soft_loss
+from draftsmith.models.target import Target
+from draftsmith.models.vocabulary import to_draft_ids
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
@@ -54,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk: int,
         with_gradients: bool,
+        weigh: Callable[[Tensor, Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         kind = features.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -63,8 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_features = torch.zeros_like(flat) if needs[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
         d_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
-        losses = torch.zeros((), dtype=torch.float32, device=flat.device)
-        hits = torch.zeros((), dtype=torch.int64, device=flat.device)
+        total_loss = torch.zeros((), dtype=torch.float32, device=flat.device)
+        found = torch.empty(2, len(flat), dtype=torch.float32, device=flat.device)  # the loss, and whether it is a hit
         rows = min(chunk, len(flat))
         low = torch.empty(rows, weight.shape[0], dtype=dtype, device=flat.device)
         whole = low if dtype == torch.float32 else low.new_empty(low.shape, dtype=torch.float32)
@@ -78,17 +81,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if low is not whole:
                     logits.copy_(slope)
                 right = label.clamp(min=0)[:, None]
-                labelled = (label != -100)[:, None]
+                labelled = (label >= 0)[:, None]
                 top = logits.amax(-1, keepdim=True)  # without its index, which would cost as much as the softmax
                 chosen = logits.gather(1, right)
                 logits.sub_(top).exp_()
                 total = logits.sum(-1, keepdim=True)
-                losses += torch.where(labelled, total.log() + top - chosen, 0.0).sum()
-                hits += ((chosen == top) & labelled).sum()
+                loss = torch.where(labelled, total.log() + top - chosen, 0.0)
+                found[0, begin : begin + chunk] = loss[:, 0]
+                found[1, begin : begin + chunk] = ((chosen == top) & labelled)[:, 0]
+                scale = labelled.float() if weigh is None else weigh(loss[:, 0], label)[:, None] * labelled
+                total_loss += (scale * loss).sum()
                 if not any(needs):
                     continue
                 # softmax − one-hot, nothing where there is no label
-                logits.mul_(labelled / total).scatter_add_(1, right, -labelled.to(logits.dtype))
+                logits.mul_(scale / total).scatter_add_(1, right, -scale)
                 if d_bias is not None:
                     d_bias += logits.sum(0)
                 slope.copy_(logits)
@@ -98,8 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(d_weight, slope, x)
         ctx.save_for_backward(d_features, d_weight, d_bias)
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (features, weight, bias)]
-        ctx.mark_non_differentiable(hits)
-        return losses, hits
+        ctx.mark_non_differentiable(found)
+        return total_loss, found
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -107,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if d is None else d.mul_(d_loss).view(like[0]).to(like[1])
             for d, like in zip(ctx.saved_tensors, ctx.like, strict=True)
         )
-        return *gradients, None, None, None
+        return *gradients, *[None] * 4
 
 
 def linear_cross_entropy(
@@ -127,8 +133,38 @@ def linear_cross_entropy(
         (sum of the losses in fp32, number of labels that no token's logit exceeded), both scalars.
     """
     chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
-    losses, hits = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled())
-    return losses, hits
+    losses, found = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled(), None)
+    return losses, found[1].sum().long()
+
+
+def linear_block_loss(
+    features: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    weigh: Callable[[Tensor, Tensor], Tensor],
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`linear_cross_entropy`, of blocks of K positions whose weights depend on their losses: Σ w · loss.
+
+    Args:
+        features: ``[P, K, d]``.
+        weight, bias: ``[S, d]`` and ``[S]``.
+        labels: ``[P, K]``; a negative one is none.
+        weigh: losses ``[P, K]``, 0 where there is no label, and labels → weights ``[P, K]``, constants to the gradient.
+
+    Returns:
+        The weighted sum, a scalar in fp32, and ``[2, P, K]`` without gradients: the loss of each position, and whether
+        no token's logit exceeded that of its label.
+    """
+    slots = labels.shape[1]
+    chunk = max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0] // slots) * slots
+
+    def of_blocks(loss: Tensor, label: Tensor) -> Tensor:
+        return weigh(loss.view(-1, slots), label.view(-1, slots)).flatten()
+
+    flat = features.flatten(0, 1), weight, bias, labels.flatten(), chunk, torch.is_grad_enabled(), of_blocks
+    total, found = _LinearCrossEntropy.apply(*flat)
+    return total, found.view(2, -1, slots)
 
 
 def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
@@ -137,6 +173,36 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
         total.addmm_(slope.t(), x)
     else:
         total += slope.t() @ x
+
+
+@torch.no_grad()
+def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, with_entropy: bool) -> Teacher:
+    """A target's distributions on a draft vocabulary, from its last hidden states ``[N, d]``, by chunks.
+
+    Args:
+        ids: ``[S]`` int64, the draft vocabulary; None: all of the target's tokens.
+        outputs: S.
+        with_entropy: as LK needs it.
+    """
+    dtype = next(target.lm_head.parameters()).dtype
+    probs = torch.empty(len(hidden), outputs, device=hidden.device)
+    best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    coverage = None if ids is None else probs.new_empty(len(hidden))
+    entropy = probs.new_empty(len(hidden)) if with_entropy else None
+    size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
+    for begin in range(0, len(hidden), size):
+        part = slice(begin, begin + size)
+        logits = target.logits(hidden[part].to(dtype))
+        chosen = logits.argmax(-1)
+        p = probs[part] = (logits if ids is None else logits[:, ids]).float().softmax(-1)
+        best[part] = chosen if ids is None else to_draft_ids(chosen, ids, outside=-1)
+        if coverage is not None:  # of the likeliest token, by both distributions
+            place = best[part, None]
+            whole = logits.softmax(-1, dtype=torch.float32).gather(1, chosen[:, None])
+            coverage[part] = torch.where(place < 0, 0.0, whole / p.gather(1, place.clamp(min=0)))[:, 0]
+        if entropy is not None:
+            entropy[part] = -torch.xlogy(p, p).sum(-1)
+    return Teacher(probs, best, coverage, entropy)
 
 
 class _LinearSoftLoss(torch.autograd.Function):

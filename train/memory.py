@@ -8,9 +8,10 @@ Shape letters: N tokens of a micro-batch, T tokens of a row, d hidden width, F f
 vocabulary, K heads or unrolled steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from draftsmith.models.dflash import DFlashConfig
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.unrolled import SCORES
@@ -143,6 +144,44 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: boo
     run = 0.0 if given else target_pass(target, micro)
     heads = SINGLE * config.outputs * d if config.projection == "own" else 0  # one for all steps
     return Kept(features + max(kept, run - teacher), teacher, heads)
+
+
+def row_blocks(anchors: int, length: int, slots: int, packed: bool) -> int:
+    """Blocks of a row of a DFlash drafter's training: of one conversation; of a packed row, whose conversations are not
+    counted before, as many as have a slot for each token."""
+    return max(min(anchors, length), length // slots if packed else 0)
+
+
+def dflash(
+    config: DFlashConfig,
+    target: Any,
+    micro: Micro,
+    anchors: int,
+    given: bool,
+    recomputed: bool = False,
+    soft: bool = False,
+) -> Kept:
+    """A DFlash drafter on blocks of S slots, ``anchors`` of a conversation at most. ``soft``: with the target's
+    distributions; the rest is as in :func:`eagle`."""
+    d, n, narrow, layers = config.hidden_size, micro.tokens, micro.product < SINGLE, config.num_layers
+    head, heads = config.head_dim, config.num_attention_heads
+    shape = d, heads * head, config.num_key_value_heads * head, config.intermediate_size
+    own = row_blocks(anchors, micro.length, config.block_size, micro.packed)
+    blocks = micro.rows * own
+    read = d * len(config.captured_layers)
+    features = n * (read + d) * (micro.target + (0 if micro.target == SINGLE else SINGLE))
+    # Context features; keys and values of each layer before and after their norm and rotation, and as products.
+    fused = n * (read * micro.product * narrow + 2 * SINGLE * d + layers * shape[2] * (4 * SINGLE + 2 * micro.product))
+    step = layer(micro, shape, d, 2) + 2 * SINGLE * (shape[1] + shape[2]) + SINGLE * heads
+    kept = (SINGLE * d * layers + step) if recomputed else layers * step
+    read_out = 3 * SINGLE * d + micro.product * d * (2 if narrow else 1)
+    scores = min(SCORES[micro.device], blocks * heads * config.block_size * micro.length)
+    logits = replace(micro, length=own * config.num_draft_heads).logits(config.outputs)
+    chunks = max(logits * (SINGLE + (micro.product if narrow else 0)), 3 * SINGLE * scores)
+    weights = read * d + layers * layer_weights(shape, d)
+    kept = fused + blocks * config.block_size * (kept + read_out) + chunks + (micro.product * weights if narrow else 0)
+    teacher = blocks * config.num_draft_heads * SINGLE * config.outputs if soft else 0
+    return Kept(features + max(kept, 0.0 if given else target_pass(target, micro)), teacher)
 
 
 def medusa(config: MedusaConfig, target: Any, micro: Micro, given: bool) -> Kept:

@@ -67,7 +67,7 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
     shape = recipe.drafter.model_dump(mode="json")
     if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
         shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
-    for name in ("captured_layers", "intermediate_size"):
+    for name in ("captured_layers", "intermediate_size", "mask_token_id"):
         if shape.get(name, 0) is None:
             shape.pop(name)  # it then has the same ones
     for name, value in shape.items():

@@ -29,7 +29,7 @@ from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_dr
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.identity import was_asked
 from draftsmith.models.serving.from_published import convert_if_published
-from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget, low_rank_factors
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
@@ -82,6 +82,13 @@ def check_sizes(run: Run[Any], drafts: Drafts) -> None:
                 f"drafter.num_clusters={d.num_clusters}: the drafter's LM head has {most} tokens; set fewer"
             )
         limits = [("k_max", d.k_max or 1, d.num_clusters, "all clusters")]
+    elif d.shortlist == "low_rank":
+        if getattr(drafts.head, "bias", None) is not None:
+            raise ValueError(
+                "drafter.shortlist=low_rank: the LM head has a bias, which its factors leave out; use another"
+            )
+        limits = [("rank", d.rank, min(drafts.weight.shape), "that of the LM head")]
+        limits += [("candidates", d.candidates, most, "all tokens of the drafter's LM head")]
     else:
         limits = [("size", d.size, most, "all tokens of the drafter's LM head")]
     for name, value, limit, what in limits:
@@ -158,7 +165,7 @@ def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
 
 
 def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows]) -> ShortlistHead:
-    """The shortlists before training: an LM head in order, by cluster or by frequency."""
+    """The shortlists before training: an LM head in order, by cluster or by frequency, or its factors."""
     d, outputs = run.recipe.drafter, len(drafts.weight)
     if d.shortlist == "dynaspec":
         clusters = cluster(run, target, drafts)
@@ -168,6 +175,12 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
         head = ShortlistHead(config.with_budget(max(1, d.num_clusters // 4), "position_aware"))
         head.starts.copy_(clusters.starts)
         order = clusters.order
+    elif d.shortlist == "low_rank":
+        capacity = budget(min(d.candidates, outputs), d.schedule or "fixed")
+        sizes = {"rank": min(d.rank, *drafts.weight.shape), "feature_size": drafts.weight.shape[1]}
+        head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, **sizes))
+        head.down, head.up = low_rank_factors(drafts.weight, head.config.rank)
+        return head.to(target.device)
     else:
         capacity = budget(min(d.size, outputs), d.schedule or "fixed")
         head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity))

@@ -33,7 +33,8 @@ def longest_text(target: str, prompts: Sequence[Prompt], new_tokens: int) -> int
 
 def target_name(drafters: Sequence[str]) -> str | None:
     """The target that a drafter's folder names, if one does."""
-    folders = (local_folder(part) for name in drafters for part in names.parts_of(name) if names.has_folder(part))
+    parts = (part for name in drafters for part in names.parts_of(name) if names.has_folder(part))
+    folders = (local_folder(names.folder_of(part)[0]) for part in parts)
     configs = (json_object(each / "config.json") for each in folders if each and (each / "config.json").exists())
     targets = (config.get("target") for config in configs)
     return next((str(each["name_or_path"]) for each in targets if isinstance(each, dict)), None)
@@ -112,7 +113,8 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
     for part in names.parts_of(name):
         held = APPENDED + _ROOM
         models: list[Sizes | None] = []
-        folder = local_folder(part) if names.has_folder(part) else None
+        path, cache, _ = names.folder_of(part)
+        folder = local_folder(path) if names.has_folder(part) else None
         if names.is_compressed(part):
             row += (names.compressed_of(part)[1] + held) * target.token
         elif part.startswith(names.DRAFT_MODEL):
@@ -124,7 +126,9 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
             models = [sizes_of(str(folder / each), **options) for each in config.get("parts", [])]
             files = [file for file in folder.rglob("*.safetensors") if "checkpoints" not in file.parts]
             weights += 0 if models else sum(file.stat().st_size for file in files)
-            row += tokens * target.layers[-1] if config.get("drafter_type") in ("eagle", "dynaspec") else 0
+            pairs = tokens if cache is None else min(tokens, cache[1] + held)
+            layers = {"eagle": 1, "dynaspec": 1, "dflash": config.get("num_layers", 1)}
+            row += pairs * layers.get(str(config.get("drafter_type")), 0) * target.layers[-1]
         weights += sum(each.weights for each in models if each)
         row += tokens * sum(each.token for each in models if each)
     return weights, row

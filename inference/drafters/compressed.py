@@ -5,7 +5,8 @@ reading K/V is most of a step's time, so that a draft of K entries costs little 
 Which K entries is the *selector's*:
 
 - ``streamingllm`` (arXiv 2309.17453): the first tokens (sinks) and the most recent ones. A token's distance to a sink
-  is that within the cache: sinks are rotated once more, by the number of tokens left out.
+  is that within the cache: sinks are rotated once more, by the number of tokens left out. There are 4 sinks, as in
+  that paper; ``streamingllm16`` keeps 16, as MagicDec's own engine does.
 - ``snapkv`` (arXiv 2404.14469): by key/value head, the tokens that the last w queries attend to most, and these w
   tokens. Keys keep their rotation.
 - ``topk``: the tokens that the last query attends to most, selected anew in each step: what the other two approximate.
@@ -40,21 +41,22 @@ from draftsmith.kernels.attention_plan import Plans
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
-SINKS = 4  # first tokens that streamingllm keeps (arXiv 2309.17453 §3.2)
+# First tokens that are kept, by selector: 4 in StreamingLLM's paper (arXiv 2309.17453 §3.2), 16 in MagicDec's engine.
+SINKS = {"streamingllm": 4, "streamingllm16": 16}
 WINDOW, POOL = 32, 5  # w of snapkv, and the neighbours over which its scores are averaged (arXiv 2404.14469 §4)
 APPENDED = 256  # verified tokens that are appended to a selection before it is made anew
 # Estimated acceptance of the best token, the second, …: the model that drafts is the one that verifies, so that its
 # best token is nearly always the target's, however unlikely it is. High, since what a text shows only lowers it.
 BY_RANK = (0.9, 0.04, 0.02, 0.01)
-OBSERVED = {"streamingllm": 0, "snapkv": WINDOW, "topk": 1}  # w, by selector
+OBSERVED = {"streamingllm": 0, "streamingllm16": 0, "snapkv": WINDOW, "topk": 1}  # w, by selector
 # Rotary embeddings whose frequencies depend on the text's length: keys cannot be rotated once more.
-_BY_LENGTH = ("dynamic", "longrope")
+BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Which K/V entries a compressed cache holds: ``streamingllm``, ``snapkv`` or ``topk``, and K, more than its sinks
-    or observed queries; else a ValueError."""
+    """Which K/V entries a compressed cache holds: ``streamingllm``, ``streamingllm16``, ``snapkv`` or ``topk``, and K,
+    more than its sinks or observed queries; else a ValueError."""
 
     name: str
     entries: int
@@ -62,7 +64,7 @@ class Selector:
     def __post_init__(self) -> None:
         if self.name not in OBSERVED:
             raise ValueError(f"selector {self.name!r}: must be one of {', '.join(OBSERVED)}")
-        least = 1 + (SINKS if self.name == "streamingllm" else self.observed)
+        least = 1 + max(self.sinks, self.observed)
         if self.entries < least:
             raise ValueError(f"{self.name}:{self.entries}: at least {least} entries")
 
@@ -70,6 +72,11 @@ class Selector:
     def observed(self) -> int:
         """w."""
         return OBSERVED[self.name]
+
+    @property
+    def sinks(self) -> int:
+        """Number of first tokens that are always kept."""
+        return SINKS.get(self.name, 0)
 
 
 def attention_scores(
@@ -99,7 +106,7 @@ class CompressedCache:
     most: entries at the beginning of a step, at most.
 
     Raises:
-        ValueError: ``streamingllm`` for a model whose keys cannot be rotated once more.
+        ValueError: sinks for a model whose keys cannot be rotated once more.
     """
 
     cache: KVCache
@@ -108,12 +115,12 @@ class CompressedCache:
         self.model, self.selector = model, selector
         lean = find_lean(model, None)
         self.lean = lean if isinstance(lean, LeanDecoder) else None
-        if selector.name == "streamingllm":
+        if selector.sinks:
             rope = getattr(model.config, "rope_parameters", None) or {}
             kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
-            if self.lean is None or kinds & {*_BY_LENGTH}:
+            if self.lean is None or kinds & {*BY_LENGTH}:
                 why = "its rotary embedding depends on the text's length" if self.lean else lean
-                raise ValueError(f"streamingllm: model '{model.name}': sinks cannot be rotated ({why}); use snapkv")
+                raise ValueError(f"{selector.name}: model '{model.name}': sinks cannot be rotated ({why}); use snapkv")
 
     def allocate(self, full: KVCache, room: int, step_tokens: int) -> None:
         """Allocate it beside the model's own cache. ``room``: slots beyond ``most`` that a step needs;
@@ -130,7 +137,7 @@ class CompressedCache:
         self.numbers = torch.arange(max(self.cache.capacity, full.capacity), device=device)
         self.text = torch.zeros(rows, full.capacity, dtype=torch.int64, device=device)
         self.tables = {}
-        if self.selector.name == "streamingllm":
+        if self.selector.sinks:
             assert self.lean is not None
             self.tables = {kind: table.float() for kind, table in self.lean.tables(full.positions).items()}
 
@@ -217,7 +224,7 @@ class CompressedCache:
             to.copy_(source[..., length - entries :, :])  # the last ones
         if entries == length:
             return
-        if self.selector.name == "streamingllm":
+        if self.selector.sinks:
             self._keep_sinks(row, length - entries)
         else:
             self._select_by_attention(row, length)
@@ -225,14 +232,15 @@ class CompressedCache:
     def _keep_sinks(self, row: int, distance: int) -> None:
         """Replace the first entries by the sinks in layers without a window, rotated by ``distance`` positions."""
         assert self.lean is not None
+        count = self.selector.sinks
         for number, layer in enumerate(self.lean.layers):
             if layer.window:
                 continue
             for to, source in zip(self.cache.layer(number), self.full.layer(number), strict=True):
-                to[row, :, :SINKS] = source[row, :, :SINKS]
+                to[row, :, :count] = source[row, :, :count]
             table, keys = self.tables[layer.rope], self.cache.layer(number)[0]
             width = layer.rotated or keys.shape[3]
-            sinks = keys[row, :, :SINKS, :width]
+            sinks = keys[row, :, :count, :width]
             cos, sin = table[distance].view(2, width) / table[0, 0]  # the factor on both is in the keys already
             sinks.copy_(sinks.float() * cos + sinks.float().roll(width // 2, -1) * sin)
 
@@ -290,6 +298,10 @@ class CompressedDrafter(Drafter):
 
     def begin(self, rows: Rows) -> None:
         self.entries.begin(rows)
+
+    def select(self, lengths: Sequence[int]) -> None:
+        """Make now the selections that the next step would make of texts of so many cached tokens, for timing."""
+        self.entries.select_where_due(lengths)
 
     def end(self, row: int) -> None:
         self.entries.end(row)

@@ -194,6 +194,11 @@ class DraftModelDrafter(Drafter):
             self._select(self.entries, (torch.minimum(self.cached, state.length) * state.active).tolist())
             self.entries.held = (state.length * state.active).tolist()  # of which it has run all but the missing ones
 
+    def select(self, lengths: Sequence[int]) -> None:
+        """Make now the selections that the next step would make, as :meth:`CompressedDrafter.select`."""
+        if self.entries is not None:
+            self._select(self.entries, list(lengths))
+
     def _select(self, entries: CompressedCache, lengths: list[int]) -> None:
         """Select from all that was cached, ``lengths`` tokens, which the model's own cache is given first."""
         for row in entries.pending:
@@ -202,11 +207,23 @@ class DraftModelDrafter(Drafter):
         entries.select_where_due(lengths)
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        chunk = self._noted(chunk)
+        self.reader.forward_prompts(chunk)
+
+    def read_cached(self, other: KVCache, chunks: Sequence[Chunk]) -> None:
+        """:meth:`prefill` of chunks whose keys and values another drafter's cache of the same model and shape holds."""
+        if other is not self.own:
+            self.own.take(other)
+        for chunk in chunks:
+            self._noted(chunk)
+
+    def _noted(self, chunk: Chunk) -> Chunk:
+        """A chunk as the model reads it, which counts as cached from now on."""
         chunk = replace(chunk, tokens=self._readable(chunk.tokens))
         if self.entries is not None:
             self.entries.read_prompts(chunk)
-        self.reader.forward_prompts(chunk)
         self.cached[chunk.rows] = ALL_CACHED
+        return chunk
 
     def propose(self, state: State) -> TokenTree:
         if self.entries is not None:

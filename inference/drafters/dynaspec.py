@@ -1,5 +1,5 @@
-"""An EAGLE drafter whose levels compute only a shortlist of the LM head's rows: DynaSpec (arXiv 2510.13847), FR-Spec or
-VocabTrim (:mod:`draftsmith.models.shortlist`).
+"""An EAGLE drafter whose levels compute only a shortlist of the LM head's rows: DynaSpec (arXiv 2510.13847), FR-Spec,
+VocabTrim or low rank (:mod:`draftsmith.models.shortlist`).
 
 Its folder holds the shortlists, and the drafter as a part, a folder of its own.
 """

@@ -17,12 +17,14 @@ import itertools
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from draftsmith.inference.drafters.compressed import Selector
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
+from draftsmith.inference.drafters.eagle_window import PairWindow, check_selector
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
@@ -35,11 +37,13 @@ from draftsmith.inference.verify.tree import TokenTree, Topology, read_tree
 from draftsmith.inference.verify.verify import Verdict
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.linear import apply_linear
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
 from draftsmith.models.target import Target
 
 HAS_TREE = True
+M = TypeVar("M", bound=nn.Module)
 
 
 class EagleDrafter(Drafter):
@@ -52,14 +56,16 @@ class EagleDrafter(Drafter):
         eagle: is cast to the target's dtype and moved to its device.
         tree: an expansion, k_i children of every node at depth i − 1; a tree of ranks; or the shape of a dynamic tree.
         draws: of a fixed tree, as ``Levels`` takes it.
-        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec).
+        shortlist: each level computes only some rows of the LM head (FR-Spec, DynaSpec, low rank).
+        selector: the layer attends to K of the text's pairs, the first and the last ones, and keeps no others: for long
+            texts (:mod:`draftsmith.inference.drafters.eagle_window`).
 
     Raises:
-        ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take, or
-            the tree is empty, too large, or asks for more tokens than it drafts.
+        ValueError: it has fewer positions than the target, its logits need rows of an LM head that has none to take,
+            the tree is empty, too large, or asks for more tokens than it drafts, or the selector is not for it.
     """
 
-    static = reuses = True
+    static = True
     reads_own_path = False
 
     def __init__(
@@ -70,6 +76,7 @@ class EagleDrafter(Drafter):
         *,
         draws: DrawKind = "without_replacement",
         shortlist: ShortlistHead | None = None,
+        selector: Selector | None = None,
     ) -> None:
         config = eagle.config
         check_context(eagle, target)
@@ -87,18 +94,25 @@ class EagleDrafter(Drafter):
             check_router(shortlist, config.hidden_size, config.hidden_size)
             after_head = after_head_of(target) if config.projection == "shared" else None
             self.shortlists = Shortlists(shortlist, self.draft_head, self.ids, after_head)
-        self._take(tree, draws)
+        self._take(tree, draws, selector)
 
     def with_tree(
-        self, tree: Sequence[int] | Topology | DynamicShape, *, draws: DrawKind = "without_replacement"
+        self,
+        tree: Sequence[int] | Topology | DynamicShape,
+        *,
+        draws: DrawKind = "without_replacement",
+        selector: Selector | None = None,
     ) -> "EagleDrafter":
-        """A drafter with the same weights and another tree."""
+        """A drafter with the same weights, and another tree and cache."""
         other = copy(self)
         other.shortlists, other.layer = copy(self.shortlists), copy(self.layer)  # with buffers of their own
-        other._take(tree, draws)
+        other._take(tree, draws, selector)
         return other
 
-    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
+    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, selector: Selector | None) -> None:
+        if selector is not None:
+            check_selector(selector, self.eagle.config)
+        self.tree, self.selector, self.reuses = tree, selector, selector is None
         outputs = fewest_outputs(self.eagle, None if self.shortlists is None else self.shortlists.config)
         self._take_head()
         self.shape: DynamicShape | None = None
@@ -114,18 +128,26 @@ class EagleDrafter(Drafter):
     def _take_head(self) -> None:
         changed = self.shared is not None and self.shared.changes_logits
         module = None if self.shortlists is not None or changed else self.draft_head
-        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids)
+        topk = None if self.shortlists is None else self.shortlists.topk
+        self.head = DraftHead(self._logits, module, self.eagle.config.outputs, self.ids, topk)
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         config, device, dtype = self.eagle.config, self.device, self.target.dtype
         rows, self.eager = cache.rows, not static
         # A dynamic tree runs more nodes than it has.
-        capacity = cache.capacity + (0 if self.shape is None else self.shape.runs)
-        self.layer.allocate(rows, capacity, static)
+        runs = 0 if self.shape is None else self.shape.runs
         self.plans: Plans | None = None  # of the step
         self.verified_depth = max_depth
         self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
         self.max_missing = len(self.chains) - 1
+        self.window: PairWindow | None = None
+        if self.selector is None:
+            self.layer.allocate(rows, cache.capacity + runs, static)
+        else:
+            step_slots = 1 + max(self.num_nodes, 1 + runs, self.max_missing)
+            slots = PairWindow.slots(self.selector, self.max_missing, step_slots)
+            self.layer.allocate(rows, slots, static, cache.capacity + runs)
+            self.window = PairWindow(self.selector, self.layer, max_depth + 1, step_slots)
         self._allocate_tree(rows, static)
         if self.shortlists is not None:
             self.shortlists.allocate(static)
@@ -158,6 +180,9 @@ class EagleDrafter(Drafter):
     def begin(self, rows: Rows) -> None:
         self.reused -= {*row_numbers(rows)}
         self.cached[rows] = ALL_CACHED  # all pairs of the prompt but the last, which is the root's
+        if self.window is not None:
+            for row in row_numbers(rows):
+                self.window.begin(row)
 
     def prefill(self, features: Tensor, chunk: Chunk) -> None:
         """Write the K/V of the pairs that end in the parts: each token with the feature before it, except for the first
@@ -178,10 +203,22 @@ class EagleDrafter(Drafter):
             paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
             pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
-            self.layer.both[chunk.rows[paired], slots] = self.layer.keys_values(*pair)[0]
+            found = self.layer.keys_values(*pair)[0]
+            if self.window is None:
+                self.layer.both[chunk.rows[paired], slots] = found
+                return
+            counts = [part.count - (not part.start) for part in chunk.parts]
+            for part, own in zip(chunk.parts, found.split(counts), strict=True):
+                self.window.read(part.row, max(0, part.start - 1), own)
 
     def end(self, row: int) -> None:
         self.at_end[row] = self.cached[row].clone()
+        if self.window is not None:
+            self.window.end(row)
+
+    def prepare(self, state: State) -> None:
+        if self.window is not None:
+            self.window.prepare(state, self.cached)
 
     def reusable(self, source: int, common: int, read: int) -> int:
         """All but one: the pair of the next token, which the text has, too, is written already, and the feature before
@@ -207,8 +244,11 @@ class EagleDrafter(Drafter):
             self.skipped = True
             return
         tokens, fused, missing = self._root_pairs(state, before)
-        slots = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
-        rotations = self.layer.table[slots.clamp(max=len(self.layer.table) - 1)]
+        places = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
+        rotations = self.layer.table[places.clamp(max=len(self.layer.table) - 1)]
+        slots = places
+        if self.window is not None:
+            slots = self.window.after(before - missing)[:, None] + self.numbers[: tokens.shape[1]]
         self.layer.both[self.row_numbers[:, None], slots] = self.layer.keys_values(tokens, fused, rotations)
 
     def propose(self, state: State) -> TokenTree:
@@ -291,7 +331,10 @@ class EagleDrafter(Drafter):
         return Proposals(tokens, log_q, hidden[0])
 
     def _run(self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, fixed: bool = True) -> Hidden:
-        return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
+        if self.window is None:
+            return self.layer.run(level, tokens, hidden, lengths, self.plans, fixed)
+        after, left_out = self.window.after(lengths), self.window.left_out
+        return self.layer.run(level, tokens, hidden, after, self.plans, fixed, left_out)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.shortlists is not None:
@@ -304,17 +347,17 @@ def fewest_outputs(eagle: Eagle, shortlists: ShortlistConfig | None) -> int:
     return eagle.config.outputs if shortlists is None else shortlists.fewest
 
 
-def to_target(eagle: Eagle, target: Target) -> Eagle:
+def to_target(drafter: M, target: Target) -> M:
     """The drafter, moved to the target's device and cast to its dtype, except the rotary frequencies."""
-    for name, part in eagle.to(target.device).named_children():
+    for name, part in drafter.to(target.device).named_children():
         if name != "rotary":
             part.to(target.dtype)
-    return eagle
+    return drafter
 
 
-def check_context(eagle: Eagle, target: Target, where: str = "the EAGLE drafter") -> None:
+def check_context(drafter: Eagle | DFlash, target: Target, where: str = "the drafter") -> None:
     """Raise a ValueError unless a drafter has a position for each of the target's. ``where`` names it."""
-    positions = eagle.config.max_position_embeddings
+    positions = drafter.config.max_position_embeddings
     if positions < target.context:
         raise ValueError(
             f"{where}: has {positions} positions (max_position_embeddings) and target '{target.name}' has "

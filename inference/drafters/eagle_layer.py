@@ -83,8 +83,9 @@ class EagleLayer:
         mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act_fn, down, None, None
         self.layer = Layer(*scores, *attention, *mlp, 1.0)
 
-    def allocate(self, rows: int, capacity: int, static: bool) -> None:
-        """Allocate the cache; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`."""
+    def allocate(self, rows: int, capacity: int, static: bool, positions: int | None = None) -> None:
+        """Allocate the cache; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`.
+        ``positions``: that its pairs may have, where they are more than its slots."""
         config, device, dtype = self.eagle.config, self.target.device, self.target.dtype
         self.rows, self.capacity, self.eager = rows, capacity, not static
         size = (2, rows, config.num_key_value_heads, capacity, config.head_dim)
@@ -95,8 +96,8 @@ class EagleLayer:
         on_cpu = self.kernel and why_not_triton(storage) and can_fuse(self.layer)
         self.native = NativeLayers([self.layer], self.norm) if on_cpu else None
         rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(config.llama()).to(device)
-        positions = torch.arange(min(capacity, self.target.context), device=device)[None]
-        cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), positions)
+        places = torch.arange(min(positions or capacity, self.target.context), device=device)[None]
+        cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), places)
         half = sin.shape[-1] // 2
         self.table = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         self.numbers = torch.arange(capacity, device=device)
@@ -127,11 +128,18 @@ class EagleLayer:
         return self.pair_input.hidden_norm(hidden.flatten(0, 1)) if self.pair_input.normed else hidden.flatten(0, 1)
 
     def run(
-        self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor, plans: Plans | None, fixed: bool
+        self,
+        level: LevelPass,
+        tokens: Tensor,
+        hidden: Tensor,
+        lengths: Tensor,
+        plans: Plans | None,
+        fixed: bool,
+        left_out: Tensor | None = None,
     ) -> Hidden:
         """Run nodes ``tokens [B, n]`` of a tree that follows each row's first ``lengths [B]`` pairs, from the hidden
         states of the level above ``[B, m, d]``, which may be overwritten. ``fixed``: the pass is the same object at
-        every step."""
+        every step. ``left_out``: ``[B]`` int64, pairs before these that the cache does not hold."""
         rows, count = tokens.shape
         total = level.first + count
         seen = self.capacity if self.kernel or not self.eager else int(lengths.max()) + total
@@ -147,7 +155,8 @@ class EagleLayer:
         view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
         buffers = self._buffers(rows, count) if self.native is None else None
         if isinstance(buffers, Buffers):
-            positions = (lengths[:, None] + level.depth).clamp(max=len(self.table) - 1)
+            reached = lengths if left_out is None else lengths + left_out
+            positions = (reached[:, None] + level.depth).clamp(max=len(self.table) - 1)
             slots = lengths[:, None] + self.numbers[level.first : total]
             x = self._residual(tokens, level.of_parents(hidden))
             cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
@@ -156,6 +165,8 @@ class EagleLayer:
         else:
             assert tree_keys is not None
             x, inputs, positions, slots = self._fused_input(level, tokens, hidden, lengths)
+            if left_out is not None:
+                positions = (positions + left_out[:, None]).clamp(max=len(self.table) - 1)
             where = positions, slots
             if self.native is not None:
                 normed, _ = self.native.run(x, *where, [view], {"": self.table}, tree_keys, inputs=inputs)

@@ -33,6 +33,7 @@ from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.models.target import Target
 
 FAMILIES = {  # drafter_type → module
+    "dflash": "draftsmith.inference.drafters.dflash",
     "dynaspec": "draftsmith.inference.drafters.dynaspec",
     "eagle": "draftsmith.inference.drafters.eagle",
     "medusa": "draftsmith.inference.drafters.medusa",

@@ -42,7 +42,8 @@ def open_named(
     given = [] if name == "none" else names.parts_of(name)
     if target is not None:
         target_name, options = target.name, {**options, "revision": target.revision}
-    stored = {each: read_named(each, target_name, **options) for each in given if names.has_folder(each)}
+    folders = {each: names.folder_of(each)[0] for each in given if names.has_folder(each)}
+    stored = {each: read_named(folder, target_name, **options) for each, folder in folders.items()}
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(has_tree(family) for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
@@ -83,9 +84,21 @@ def open_named(
             say(f"{path}: a tree for {there}; {command} measures one for {here}")
     if not loaders:
         return loaded, None
-    drafters = _flat({each: loader.build(loaded, options) for each, loader in loaders.items()})
+    drafters = _flat({each: _as_named(each, loader.build(loaded, options)) for each, loader in loaders.items()})
     several = len(drafters) > 1
     return loaded, MergedDrafter(drafters, loaded, MERGED_NODES) if several else next(iter(drafters.values()), None)
+
+
+def _as_named(name: str, built: Drafter | Mapping[str, Drafter]) -> Drafter | Mapping[str, Drafter]:
+    """The drafter of a folder, with the cache and the expansion that its name gives."""
+    _, cache, children = names.folder_of(name) if names.has_folder(name) else (name, None, None)
+    if cache is None and children is None:
+        return built
+    from draftsmith.inference.drafters.eagle import EagleDrafter  # a family is imported when it is used
+
+    if not isinstance(built, EagleDrafter):
+        raise ValueError(f"'{name}': only an EAGLE drafter takes what follows the folder; leave it out")
+    return built.with_tree(children or built.tree, selector=None if cache is None else Selector(*cache))
 
 
 def _flat(built: Mapping[str, Drafter | Mapping[str, Drafter]]) -> dict[str, Drafter]:
@@ -106,7 +119,7 @@ def report_fields(name: str) -> dict[str, Any]:
     :func:`draftsmith.inference.load.load_drafter`."""
     fields: dict[str, Any] = {}
     for each in filter(names.has_folder, names.parts_of(name)):
-        folder = locate(each, weights=False).path
+        folder = locate(names.folder_of(each)[0], weights=False).path
         config = json_object(folder / "config.json", "drafter config")
         family = family_of(folder, config) if "drafter_type" in config else None  # published: EAGLE or Medusa
         own = family.report_fields(folder, config) if hasattr(family, "report_fields") else {}

@@ -12,8 +12,9 @@ from draftsmith.models.files.locate import known_folder
 
 NGRAM, DRAFT_MODEL = "ngram", "draft_model:"
 TRIED = ("streamingllm", "snapkv")  # selectors that are planned with, if none are named
-SELECTORS = ("streamingllm", "snapkv", "topk")  # of the target's own compressed cache, :K entries
+SELECTORS = ("streamingllm", "streamingllm16", "snapkv", "topk")  # of a compressed cache, :K entries
 CHAIN = (1,) * 8  # the expansion of a draft model or a compressed cache, if none is given
+_CHILDREN = r"[1-9]\d*(?:,[1-9]\d*)*"
 
 
 def parts_of(name: str) -> list[str]:
@@ -53,7 +54,7 @@ def draft_model_of(name: str) -> tuple[str, Sequence[int], tuple[str, int] | Non
     ``draft_model:PATH,snapkv:256@2,2,1``; a ValueError if it is none of these."""
     path, _, expansion = name.removeprefix(DRAFT_MODEL).partition("@")
     cache = re.fullmatch(rf"(.+),({'|'.join(SELECTORS)}):([1-9]\d*)", path)
-    if not path or (expansion and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", expansion)):
+    if not path or (expansion and not re.fullmatch(_CHILDREN, expansion)):
         raise ValueError(f"'{name}': write draft_model:PATH, or draft_model:PATH@2,2,1 for its children by depth")
     children = [int(k) for k in expansion.split(",")] if expansion else CHAIN
     return (cache[1], children, (cache[2], int(cache[3]))) if cache else (path, children, None)
@@ -61,13 +62,24 @@ def draft_model_of(name: str) -> tuple[str, Sequence[int], tuple[str, int] | Non
 
 def compressed_of(name: str) -> tuple[str, int, Sequence[int]]:
     """Selector, entries and expansion of ``snapkv:256`` or ``snapkv:256@2,1``; a ValueError if it is neither."""
-    given = re.fullmatch(r"(\w+):([1-9]\d*)(?:@([1-9]\d*(?:,[1-9]\d*)*))?", name)
+    given = re.fullmatch(rf"(\w+):([1-9]\d*)(?:@({_CHILDREN}))?", name)
     if given is None:
         raise ValueError(
             f"'{name}': write {name.partition(':')[0]}:256 for a cache of 256 entries, or …:256@2,1 to give its "
             "children by depth, too"
         )
     return given[1], int(given[2]), [int(k) for k in given[3].split(",")] if given[3] else CHAIN
+
+
+def folder_of(name: str) -> tuple[str, tuple[str, int] | None, Sequence[int] | None]:
+    """Folder or Hub id, and where they are given selector and entries of the drafter's cache, and its expansion, of
+    ``FOLDER``, ``FOLDER,streamingllm:256`` or ``FOLDER,streamingllm:256@1,1,1``; the name of an existing folder is
+    one."""
+    given = re.fullmatch(rf"(.+?)(?:,({'|'.join(SELECTORS)}):([1-9]\d*))?(?:@({_CHILDREN}))?", name)
+    if given is None or Path(name).exists():
+        return name, None, None
+    cache = (given[2], int(given[3])) if given[2] else None
+    return given[1], cache, [int(k) for k in given[4].split(",")] if given[4] else None
 
 
 def check_name(part: str, target: str | None = None) -> None:
@@ -81,7 +93,7 @@ def check_name(part: str, target: str | None = None) -> None:
         compressed_of(part)
     elif has_folder(part):
         try:
-            check_drafter_name(part, target)
+            check_drafter_name(folder_of(part)[0], target)
         except FileNotFoundError as error:
             kind = part.partition(":")[0]
             meant = nearest(kind, ("none", NGRAM, DRAFT_MODEL.rstrip(":"), *SELECTORS))

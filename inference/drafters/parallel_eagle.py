@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.inference.drafters.compressed import Selector
 from draftsmith.inference.drafters.eagle import EagleDrafter, check_context
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.cache import KVCache
@@ -50,7 +51,10 @@ class ParallelEagleDrafter(EagleDrafter):
         self.acceptances, self.confidence = acceptances, confidence
         super().__init__(eagle, target, tree)
 
-    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind) -> None:
+    def _take(self, tree: Sequence[int] | Topology | DynamicShape, draws: DrawKind, selector: Selector | None) -> None:
+        if selector is not None:
+            raise ValueError("a drafter of one pass keeps all pairs of a text; leave the selector out")
+        self.selector, self.reuses = None, True
         self._take_head()
         self.shape, self.random = None, False
         if isinstance(tree, DynamicShape):

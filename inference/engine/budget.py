@@ -1,7 +1,8 @@
 """How many nodes an eager step drafts, up to those of the drafter's tree: chosen here for every drafter, alone and
 merged, in greedy decoding and in coupled sampling. Drafters propose candidates with estimated acceptance probabilities;
-what they leave out themselves, they leave out by these numbers. Whole trees are verified in multi-step and typical
-sampling, with ``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text.
+what they leave out themselves, they leave out by these numbers. Whole trees are verified in multi-step sampling, with
+``--all-nodes``, and of a Medusa tree whose size was measured here, decoding one text; typical acceptance has a rule of
+its own, :class:`TypicalBudget`.
 
     speed(n) = (tokens that a step with the n likeliest candidates is expected to commit) / (drafting + t(B, S, n))
 
@@ -19,7 +20,7 @@ Shape letters: B rows, S cached tokens, M candidates (root included), N nodes ke
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.verify.sampling import Rows, row_numbers
-from draftsmith.inference.verify.tree import TokenTree
+from draftsmith.inference.verify.tree import TokenTree, likeliest
 from draftsmith.inference.verify.verify import Verdict
 
 LATEST = 32  # times of a shape, of which the shortest counts
@@ -363,3 +364,58 @@ class Budget:
             if speed > best:
                 best, count = speed, number
         return best, count
+
+
+class TypicalBudget:
+    """The choices of eager steps of typical acceptance. Its text depends on the nodes that are verified (algorithms.md
+    §6.1), so that they have to be a function of that text: each row's are those of the highest speed for this row
+    alone, and nothing is learned while steps run.
+
+    Costs and acceptance probabilities are those of greedy decoding. With δ < 1 typical acceptance accepts of every tree
+    what greedy decoding does, or a longer path: by these numbers no step is slower per token than a plain one.
+
+    Args:
+        costs: t(B, S, N), seconds of the target's steps.
+        limit: nodes of any tree.
+    """
+
+    def __init__(self, costs: Callable[[int, float, int], float], limit: int) -> None:
+        self.costs, self.limit = costs, limit
+        self.seconds: dict[int, Tensor] = {}  # [limit] float64, by cached tokens / 64
+        self.fixed: Tensor | None = None  # [1, N] acceptance probabilities, once a tree has some that never change
+
+    def _seconds_at(self, cached: int) -> Tensor:
+        """Of a step of one row, by its number of nodes; with drafting, where there is a draft."""
+        if cached not in self.seconds:
+            times = np.array([self.costs(1, 64 * cached, count) for count in range(1, self.limit + 1)])
+            times[1:] += UNKNOWN * times[0]
+            self.seconds[cached] = torch.from_numpy(np.maximum.accumulate(times.clip(min=1e-9)))
+        return self.seconds[cached]
+
+    def _counts(self, acceptance: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
+        """``[B]`` the number of nodes with the highest speed, root included; 1 in rows without a text."""
+        totals = acceptance.double().sort(1, descending=True).values.cumsum(1).cpu()
+        seconds = torch.stack([self._seconds_at(length // 64) for length in lengths.tolist()])
+        counts = (totals / seconds[:, : totals.shape[1]]).argmax(1) + 1
+        return torch.where(active, counts.to(active.device), 1)
+
+    def drafts(self, lengths: Tensor, active: Tensor) -> bool:
+        """Whether a draft is needed for the choice, or pays in a row. ``lengths``, ``active``: ``[B]``, cached tokens
+        of each row, and whether it has a text."""
+        if self.fixed is None:
+            return True
+        return int(self._counts(self.fixed.expand(len(lengths), -1), lengths, active).max()) > 1
+
+    def prune(self, tree: TokenTree, lengths: Tensor, active: Tensor) -> tuple[TokenTree, Tensor]:
+        """The tree of each row's own nodes, and their numbers ``[B, M]`` in the given one, M those of the largest row;
+        the others' further nodes are padding."""
+        assert tree.acceptance is not None
+        acceptance = tree.acceptance.expand(len(tree.tokens), -1)
+        if tree.static is not None and tree.static.acceptances is not None:
+            self.fixed = acceptance[:1]
+        counts = self._counts(acceptance, lengths, active)
+        rank = acceptance.argsort(dim=1, descending=True, stable=True).argsort(1)
+        kept, numbers = likeliest(tree, acceptance, int(counts.max()))
+        own = rank.gather(1, numbers) < counts[:, None]
+        source = None if kept.source is None else kept.source * own
+        return replace(kept, valid=kept.valid & own, source=source), numbers

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from draftsmith.inference.engine.budget import Budget
+from draftsmith.inference.engine.budget import Budget, TypicalBudget
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.first_rows import FirstRows
 from draftsmith.inference.engine.logprobs import StepLogprobs
@@ -122,8 +122,8 @@ class Step:
         self.num_sources = len(drafter.sources)
         first_source = drafter.max_depth + 2
         first_size = first_source + (drafter.max_depth + 1 + self.num_sources if self.num_sources else 0)
-        # A text of multi-step sampling depends on the trees' sizes through its random numbers, one of typical
-        # acceptance directly: they have one size, so that a seed gives one text.
+        # A text of multi-step sampling depends on the trees' sizes through its random numbers: they have one size, so
+        # that a seed gives one text. One of typical acceptance depends on them directly: the text chooses them.
         any_size = mode in ("greedy", "sample")
         self.bounds: list[int | None] = [None] * rows  # of each row's text: its ``max_draft_nodes``
         can_choose = any_size and drafter.has_acceptance and drafter.num_nodes > 1
@@ -153,6 +153,9 @@ class Step:
             correcting = drafter.self_correcting_sources or [drafter.self_correcting]
             shape = rows, correcting, drafter.max_depth, drafter.num_nodes
             self.budget = self.state.budget = Budget(costs.seconds, *shape, costs.now)
+        self.typical: TypicalBudget | None = None
+        if mode == "typical" and drafter.has_acceptance and costs is not None:
+            self.typical = TypicalBudget(costs.seconds, drafter.num_nodes)
         self.state.needs_acceptance = self.prunes_nodes
         self.root_tree = StaticTree([-1], device)
         self.zeros, self.ones = (torch.full((rows, 1), value, device=device) for value in (0, 1.0))
@@ -175,7 +178,7 @@ class Step:
     @property
     def prunes_nodes(self) -> bool:
         """Whether steps choose how many nodes they verify."""
-        return self.budget is not None or self.static_budget is not None
+        return (self.budget or self.static_budget or self.typical) is not None
 
     @property
     def running(self) -> int:
@@ -295,10 +298,13 @@ class Step:
         drafter, state, budget = self.drafter, self.state, self.budget
         most, state.alone = (self.choice.nodes or None, self.choice.alone) if self.static else (self.most_nodes, None)
         if budget is None:
-            if most == 1:
+            texts = self.cache.lengths, self.active
+            if most == 1 or (self.typical and not self.typical.drafts(*texts)):
                 drafter.skip(state)
                 return self._root_alone(), None
             tree = drafter.propose(state)
+            if self.typical:
+                return self.typical.prune(tree, *texts)
             if self.static_budget:
                 self.expected.copy_(self.expected_tokens.of(tree, state.alone))
             return self._prune(tree, tree.acceptance, most)

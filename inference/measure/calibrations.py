@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.dynaspec import read_parts
 from draftsmith.inference.drafters.eagle import EagleDrafter, check_context, to_target
 from draftsmith.inference.drafters.family import family_of
@@ -31,6 +32,7 @@ from draftsmith.inference.measure.tree_search import Candidate, ComparedTree, si
 from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
+    block_choices,
     chained_ranks,
     eagle_choices,
     eagle_ranks,
@@ -42,6 +44,7 @@ from draftsmith.inference.measure.tree_statistics import (
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import Confidence
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
@@ -145,6 +148,16 @@ def _of_one_pass(
     return Calibration(depth, ranks, dynamic=dynamic)
 
 
+def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
+    """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as there are drafts."""
+    made = DFlash.from_artifact(config, weights, str(folder))
+    return _of_one_pass(
+        made.config.num_draft_heads,
+        lambda target, tokens, marks: block_choices(target, made.to(target.device), tokens, marks),
+        lambda tree, target, confidence: DFlashDrafter(deepcopy(made), tree, target, confidence=confidence),
+    )
+
+
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
     check_config(folder, config, weights)
@@ -199,7 +212,8 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         if not opened:
             opened.append(open_eagle_drafts(*base, target))
-        found = kept(record(opened[0], tokens, supervised, BEST), opened[0].embed, shortlist).ranks
+        recorded = record(opened[0], tokens, supervised, BEST, low_rank=shortlist.low_rank)
+        found = kept(recorded, opened[0].embed, shortlist).ranks
         # A tree may have no more children of a node than the shortest list has tokens.
         return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
 
@@ -207,6 +221,7 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
 
 
 CALIBRATIONS: dict[str, Callable[[Path, dict[str, Any], dict[str, Tensor]], Calibration]] = {
+    "dflash": dflash,
     "dynaspec": dynaspec,
     "eagle": eagle,
     "medusa": medusa,

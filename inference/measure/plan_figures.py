@@ -33,6 +33,34 @@ def print_plan(facts: dict[str, Any]) -> None:
     )
 
 
+def print_drafter_plan(facts: dict[str, Any]) -> None:
+    """Two lines for each batch size and context length, to stdout: the best drafter, and the best one of the others."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("rows", "tokens", "speed-up", "α", "E", "verify", "draft", "select", "α*"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("drafter", overflow="fold")
+    for cell in facts["cells"]:
+        for own in (cell, cell["second"]):
+            if own is None:
+                continue
+            key = (str(cell["batch"]), str(cell["context"])) if own is cell else ("", "second")
+            figures = ["–"] * 6
+            if own["alpha"]:
+                alpha = sum(own["alpha"]) / len(own["alpha"])
+                named = (own[name] for name in ("tokens", "verify", "draft", "select"))
+                least = "none" if own["least_alpha"] > 1 else f"{own['least_alpha']:.2f}"
+                figures = [*(f"{value:.2f}" for value in (alpha, *named)), least]
+            table.add_row(*key, f"{own['speedup']:.2f}", *figures, own["drafter"])
+    out = make_console(stderr=False)
+    out.print(table)
+    out.print(
+        "Times are in plain steps, without prefills. α*: acceptance from which on it pays. drafter: as decode.py\n"
+        "takes it; none: plain decoding. second: the best of the other drafters and caches.",
+        markup=False,
+        highlight=False,
+    )
+
+
 def draw(facts: dict[str, Any], path: Path) -> None:
     """Speed-up by batch size and context length; a plain step's time in three parts; α by K."""
     import matplotlib

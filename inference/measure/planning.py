@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.common.command import counted
 from draftsmith.common.files import json_object
@@ -71,6 +72,23 @@ def expected_tokens(alphas: Sequence[float]) -> float:
     return total
 
 
+def least_alpha(cost: float, drafts: int) -> float:
+    """α*, the acceptance of every drafted token from which on a step that costs so many plain steps pays; ``cost``
+    where none would."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if expected_tokens([middle] * drafts) >= cost else (middle, high)
+    return high if drafts + 1 >= cost else cost
+
+
+def acceptance_by_depth(drafted_accepted: Tensor) -> list[float]:
+    """α₁, α₂, … of counts ``[depths, 2]``. A depth that was reached a few times says little: the mean of all depths
+    counts as eight tokens there."""
+    drafted, accepted = drafted_accepted.unbind(1)
+    return ((accepted + 8 * accepted.sum() / drafted.sum()) / (drafted + 8)).tolist()
+
+
 def predict(
     seconds: Callable[[int, float, int], float],
     batch: int,
@@ -98,12 +116,7 @@ def predict(
     verify = max(1.0, (seconds(batch, cached, drafts + 1) + per_step) / plain)
     select *= batch / plain * (1 if setting.selector == "topk" else tokens / appended)
     cost = draft + verify + select
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (low, middle) if expected_tokens([middle] * drafts) >= cost else (middle, high)
-    least = high if drafts + 1 >= cost else cost
-    return Prediction(tokens / cost, tokens, verify, draft, select, least)
+    return Prediction(tokens / cost, tokens, verify, draft, select, least_alpha(cost, drafts))
 
 
 def drafter_of(target: Target, setting: Setting) -> CompressedDrafter:
@@ -165,9 +178,7 @@ def measure(
     context = len(texts[0])
     calculated = costs.seconds(1, context + new_tokens / 2, 1)  # of a plain step
     for key, drafted_accepted in counts.items():
-        # A depth that was reached a few times says little: the mean of all depths counts as eight tokens there.
-        drafted, accepted = drafted_accepted.unbind(1)
-        alpha = ((accepted + 8 * accepted.sum() / drafted.sum()) / (drafted + 8)).tolist()
+        alpha = acceptance_by_depth(drafted_accepted)
         beyond: dict[int, float] = {}  # by number of drafted tokens
         for drafts in (1, MOST):
             bare = Measured(alpha, selects[key], 0.0, 0.0, 0.0)

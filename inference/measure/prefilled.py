@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.prompts import prompts
 from draftsmith.inference.drafters.compressed import CompressedDrafter
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
@@ -32,29 +35,49 @@ class Continuation:
         return len(self.committed[0])
 
 
-class Prefilled:
-    """A batch of texts of one length that is read once; steps of any drafter continue from there, in greedy mode."""
+class _Reader(PlainDrafter):
+    """Keeps what the engine gives a drafter to read of prompts: the parts, and features ``[T, F]`` of their tokens,
+    with the inputs of these layers; without features if ``captures`` is None."""
 
-    def __init__(self, target: Target, texts: Sequence[list[int]], new_tokens: int) -> None:
+    def __init__(self, device: torch.device, captures: Sequence[int] | None) -> None:
+        super().__init__(device)
+        self.captures, self.keeps = captures or (), captures is not None
+        self.parts: list[tuple[Tensor, Chunk]] = []
+
+    def prefill(self, features: Tensor, chunk: Chunk) -> None:
+        self.parts.append((features if self.keeps else features[:0].clone(), chunk))
+
+
+class Prefilled:
+    """A batch of texts of one length that is read once; steps of any drafter continue from there, in greedy mode.
+
+    captures: layers whose inputs its drafters read besides the last hidden states; None: they read no features.
+    """
+
+    def __init__(
+        self, target: Target, texts: Sequence[list[int]], new_tokens: int, captures: Sequence[int] | None = None
+    ) -> None:
         self.target, self.texts, self.rows = target, texts, len(texts)
-        drafter = PlainDrafter(target.device)
-        self.new_tokens = new_tokens
-        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + ROOM, drafter)
-        self.plain = Step(target, drafter, "greedy", self.rows, self.capacity, static=static_by_default(target))
+        reader = _Reader(target.device, captures)
+        self.new_tokens, self.parts, self.captures = new_tokens, reader.parts, [*reader.captures]
+        self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + ROOM, reader)
+        step = Step(target, reader, "greedy", self.rows, self.capacity, static=static_by_default(target))
         began = time.perf_counter()
-        self.plain.begin(range(0, self.rows), texts, [Sampling()] * self.rows)
+        step.begin(range(0, self.rows), texts, [Sampling()] * self.rows)
         self.prefill_seconds = time.perf_counter() - began
-        state = self.plain.state
-        self.kept = [each.clone() for each in (state.root, state.feature, self.plain.cache.lengths)]
+        self.cache, state = step.cache, step.state
+        self.kept = [each.clone() for each in (state.root, state.feature, step.cache.lengths)]
+        self.read: dict[int, KVCache] = {}  # of draft models, by their id, a cache that holds the texts
+        self.plain = self.step(PlainDrafter(target.device))
 
     def step(self, drafter: Drafter) -> Step:
-        """A step of a drafter that reads no features, on a copy of the cache. Raises ValueError: its drafts are longer
-        than the cache has room for."""
+        """A step of a drafter on a copy of the cache. Raises ValueError: its drafts are longer than the cache has room
+        for."""
         if capacity_for(len(self.texts[0]) + 2 * self.new_tokens, drafter) > self.capacity:
             raise ValueError(f"drafts of {drafter.num_nodes - 1} tokens, {drafter.max_depth} deep, have no room here")
         static = static_by_default(self.target)
         step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
-        step.cache.take(self.plain.cache)
+        step.cache.take(self.cache)
         step.active.fill_(True)
         step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
         return step
@@ -66,8 +89,8 @@ class Prefilled:
         self._restore(step)
         committed: list[list[int]] = [[] for _ in self.texts]
         began = time.perf_counter()
-        if isinstance(step.drafter, CompressedDrafter):
-            step.drafter.entries.select_where_due([len(text) for text in self.texts])
+        if isinstance(step.drafter, CompressedDrafter | DraftModelDrafter):
+            step.drafter.select([len(text) for text in self.texts])
         totals, selected = torch.zeros(self.rows), time.perf_counter()
         while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
             rows, _ = step.launch()()
@@ -77,11 +100,30 @@ class Prefilled:
         return Continuation(selected - began, time.perf_counter() - selected, committed)
 
     def _restore(self, step: Step) -> None:
-        for to, kept in zip((step.state.root, step.state.feature, step.cache.lengths), self.kept, strict=True):
-            to.copy_(kept)
-        chunk = Chunk.of([(row, 0, text) for row, text in enumerate(self.texts)], self.target.device)
-        step.drafter.prefill(step.state.feature, chunk)
-        step.drafter.begin(slice(0, self.rows))
+        drafter = step.drafter
+        self._read(drafter)
+        root, feature, lengths = self.kept
+        step.state.root.copy_(root)
+        step.state.feature.copy_(self._features(feature, drafter))
+        step.cache.lengths.copy_(lengths)
+        drafter.begin(slice(0, self.rows))
+
+    def _read(self, drafter: Drafter) -> None:
+        """Let a drafter read the texts; a draft model runs them once, whatever its trees and its cache."""
+        known = self.read.get(id(drafter.model)) if isinstance(drafter, DraftModelDrafter) else None
+        if known is None or not isinstance(drafter, DraftModelDrafter):
+            for features, chunk in self.parts:
+                drafter.prefill(self._features(features, drafter), chunk)
+            if isinstance(drafter, DraftModelDrafter):
+                self.read[id(drafter.model)] = drafter.own
+        else:
+            drafter.read_cached(known, [chunk for _, chunk in self.parts])
+
+    def _features(self, features: Tensor, drafter: Drafter) -> Tensor:
+        """Of ``[…, F]`` what a drafter reads."""
+        parts = features.split(self.target.hidden_size, -1)
+        own = [parts[1 + self.captures.index(layer)] for layer in drafter.captures]
+        return torch.cat([parts[0], *own], -1) if own else parts[0]
 
 
 def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]:

@@ -68,7 +68,7 @@ class Recorded:
 
     begins: Tensor  # [B, T] bool, the positions, P in all
     tokens: Tensor  # [P, K] int64, of the nodes, ids of the target
-    hidden: Tensor  # [P, K, d], as a router reads them
+    hidden: Tensor  # [P, K, d], what the shortlists read: a router's hidden states, or what the LM head reads
     best: Tensor  # [P, K, R] int64, the R likeliest tokens
     log_q: Tensor  # [P, K, R] float32, their log probabilities
     label: Tensor  # [P, K] int64, the target's token; S if the drafter's vocabulary lacks it; −1 where there is none
@@ -88,10 +88,11 @@ def record(
     dtype: torch.dtype = torch.float32,
     batch_size: int = 4,
     on_done: Callable[[int], None] | None = None,
+    low_rank: bool = False,
 ) -> Recorded:
     """Record a drafter on texts ``[B, T]``, on the CPU, with R = ``best`` tokens, at most S, and hidden states of
-    ``dtype``. ``batch_size``: rows of a forward pass, at most; long ones are fewer. ``on_done`` is called with the
-    number of sequences done so far."""
+    ``dtype``, for shortlists that are ``low_rank`` or not. ``batch_size``: rows of a forward pass, at most; long
+    ones are fewer. ``on_done`` is called with the number of sequences done so far."""
     begins, batch_size = F.pad(supervised[:, 1:], (0, 1)), max(1, min(batch_size, AT_ONCE // tokens.shape[1]))
     parts, outputs = list[list[Tensor]](), len(drafts.weight)
     best = min(best, outputs)
@@ -101,7 +102,8 @@ def record(
         for rollout in drafts.run(tokens[part], supervised[part]):
             chunks = [drafts.logits(out).log_softmax(-1).topk(best, -1) for out in rollout.out.split(LOGITS)]
             log_q, top = (torch.cat([chunk[i] for chunk in chunks]).cpu() for i in (0, 1))
-            found.append((rollout.tokens.cpu(), rollout.hidden.cpu().to(dtype), top, log_q))
+            reads = rollout.out if low_rank else rollout.hidden
+            found.append((rollout.tokens.cpu(), reads.cpu().to(dtype), top, log_q))
         nodes, hidden, top, log_q = (torch.stack(each, 1) for each in zip(*found, strict=True))
         label = draft_labels(tokens[part], supervised[part], nodes.shape[1])[where]
         ids = torch.arange(outputs) if drafts.ids is None else drafts.ids.cpu()

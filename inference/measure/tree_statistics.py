@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from draftsmith.inference.trees.independent import Confidence, IndependentTree
 from draftsmith.inference.verify.tree import Ranks, Topology
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle, marked_places
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -177,6 +178,42 @@ def eagle_choices(
         return eagle.tokens(chosen.to(eagle.fc.weight.device))
 
     return _choices(logits, ids, labels, begins, top, with_log_q, after)
+
+
+def block_ranks(target: Target, dflash: DFlash, tokens: Tensor, supervised: Tensor) -> Tensor:
+    """The rank that a DFlash drafter's block gives to the true token at each of its drafts; the block begins with the
+    token at t + 1. Arguments and result are as those of :func:`head_ranks`, K the drafts of a block."""
+    return block_choices(target, dflash, tokens, supervised, with_log_q=False)[0]
+
+
+@torch.no_grad()
+def block_choices(
+    target: Target, dflash: DFlash, tokens: Tensor, supervised: Tensor, with_log_q: bool = True
+) -> tuple[Tensor, Tensor]:
+    """:func:`block_ranks`, and log probabilities as those of :func:`head_choices`."""
+    config, embed = dflash.config, target.embeddings
+    depth, top, draft_head = config.num_draft_heads, min(MAX_RANK, config.outputs), dflash.draft_head(target.lm_head)
+    dtypes = dflash.fc.weight.dtype, next(draft_head.parameters()).dtype
+    begins, labels = F.pad(supervised[:, 1:], (0, 1)), draft_labels(tokens, supervised, depth)
+    rows, places = tokens.to(target.device), marked_places(begins)  # [B, P]
+    positions = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1)
+    features = target.features(rows.long(), config.captured_layers).to(dtypes[0])
+    context = dflash.context(features, positions)
+    ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
+    log_q = torch.full((*ranks.shape, top), -torch.inf)
+    after = target.after_head if with_log_q and target.changes_logits else None
+    at = torch.arange(len(tokens))[:, None]
+    for part in places.split(max(1, rows.shape[1] // config.block_size), 1):  # as many slots as tokens
+        begun, anchors = begins.gather(1, part), (part + 1).clamp(max=rows.shape[1] - 1).to(rows.device)
+        mask, of_anchors = dflash.context_mask(anchors, None, context), (rows.gather(1, anchors), anchors)
+        out = dflash.blocks(context, mask, embed, *of_anchors)[:, :, 1:][begun.to(rows.device)]  # [blocks, K, d]
+        by_draft = out.to(dtypes[1]).transpose(0, 1)
+        logits = ((draft_head(chunk) for chunk in each.split(LOGITS)) for each in by_draft)
+        own = at.expand_as(part)[begun], part[begun]
+        begins_all = torch.ones(len(own[0]), dtype=torch.bool)
+        found = _choices(logits, dflash.tokens, labels[own], begins_all, top, with_log_q, after)
+        ranks[own], log_q[own] = found
+    return ranks, log_q
 
 
 @torch.no_grad()

@@ -155,28 +155,39 @@ class DraftHead:
         logits are −inf; the first S tokens if None.
     module: the LM head whose first ``outputs`` outputs they are; None if they are made otherwise.
     ids: ``[outputs]`` int64, the tokens of these; the first ones if None.
+    topk: of a head that is no module: (what it reads, k) → :meth:`best` by a kernel; None where none runs.
     """
 
     logits: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     module: nn.Module | None
     outputs: int
     ids: Tensor | None
+    topk: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None
 
     def best(self, out: Tensor, count: int, depth: int | Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
         of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
         logits are written."""
-        weight = None
-        if noise is None and self.module is not None and count <= MAX_COUNT:
-            weight = kernel_weight(self.module, out)
-        if weight is None:
+        if noise is not None:
             scores, tokens = self.logits(out)
-            return (
-                best_tokens(scores, count, True, tokens) if noise is None else noise.draft(scores, depth, count, tokens)
-            )
-        shape = (*out.shape[:2], count)
-        log_q, best = head_topk(out.flatten(0, 1), weight[: self.outputs], count, True, self.ids)
-        return log_q.view(shape), best.view(shape)
+            return noise.draft(scores, depth, count, tokens)
+        if count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
+            return found
+        scores, tokens = self.logits(out)
+        return best_tokens(scores, count, True, tokens)
+
+    def _by_kernel(self, out: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        if self.topk is not None:
+            return self.topk(out, count)
+        weight = None if self.module is None else kernel_weight(self.module, out)
+        return None if weight is None else level_topk(out, weight[: self.outputs], count, self.ids)
+
+
+def level_topk(out: Tensor, weight: Tensor, count: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """:func:`head_topk` of a level ``[B, n, d]``, by log probability: ``[B, n, k]`` each."""
+    log_q, best = head_topk(out.flatten(0, 1), weight, count, True, ids)
+    shape = (*out.shape[:2], count)
+    return log_q.view(shape), best.view(shape)
 
 
 class Levels:

@@ -13,12 +13,12 @@ from pathlib import Path
 from draftsmith.common.files import read_text, write_json
 from draftsmith.models.artifact import TEMPLATE, provenance, write_drafter
 from draftsmith.models.card import is_hub_id, stated_licence
+from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.files.copies import Conversion, cached_copy, known_sha256
 from draftsmith.models.files.drafters import exported, is_published, published_files, published_target
 from draftsmith.models.files.identity import difference, fingerprint
 from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.files.weights import config_of, read_tensors, stored_dtype
-from draftsmith.models.medusa import MedusaConfig
 from draftsmith.models.precision import DTYPES
 from draftsmith.models.serving.published import Imported, TargetInfo, convert
 from draftsmith.models.target import Target, load_target
@@ -55,7 +55,7 @@ def read_published(folder: Path, target: Target, pickles: bool = False) -> Impor
 
 def chain_of(imported: Imported) -> int:
     """The tokens of the chain that it drafts until it is calibrated."""
-    return imported.config.num_draft_heads if isinstance(imported.config, MedusaConfig) else _CHAIN
+    return _CHAIN if isinstance(imported.config, EagleConfig) else imported.config.num_draft_heads
 
 
 def write_imported(

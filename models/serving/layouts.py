@@ -3,6 +3,7 @@
     EAGLE-1      layers.0.*, fc                                   EAGLE, SGLang, vLLM
     EAGLE-3      midlayer.* or layers.0.*, fc, norm, d2t, t2d     EAGLE, SGLang, vLLM, ModelOpt, speculators
     Medusa       {head}.{layer}.linear.*, {head}.{L}.weight       Medusa, TGI; blocks.{head}.layers.{layer}.*, vLLM
+    DFlash       layers.{layer}.*, fc, hidden_norm, norm, d2t      z-lab, vLLM, SGLang
 
 to_servers.py writes by it, published.py reads by it. Names that are not here are the same in ours. As read in vLLM 0.32
 and 0.33, SGLang 0.5.23, speculators 0.9 and optimum-intel 2.2 (docs/export.md).
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import SIZES, Eagle, layers_to_capture
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.serving.readers import EVERY, READ_BY, READERS
@@ -66,6 +68,9 @@ MEDUSA_READ = {layout.heads for layout in MEDUSA.values()} | set(
     "medusa_num_layers base_model_name_or_path original_lm_head medusa_fc_bias max_paths topk version "
     "max_seq_len".split()
 )
+# Of DFlash drafters: target_layer_ids name the layer that a state leaves, our captured_layers the one it enters.
+DFLASH_READ = READ | set("block_size dflash_config num_target_layers layer_types is_causal use_sliding_window".split())
+DFLASH_NESTED = {"mask_token_id", "target_layer_ids", "causal"}
 # … these change no logit, …
 HARMLESS = set(
     "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
@@ -90,11 +95,17 @@ class Unsupported(ValueError):
     """A format has no place for such a drafter."""
 
 
-def unsupported(drafter: Eagle | MedusaHeads, to: str) -> str | None:
+def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
     """Why a format has no place for a drafter; None: it has one.
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word. ``norm_before_fc`` together
     with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`)."""
+    if isinstance(drafter, DFlash):
+        if to not in ("vllm", "sglang"):
+            return f"a DFlash drafter: it is written for vLLM and SGLang alone, not for {to}; use --to vllm"
+        if 0 in drafter.config.captured_layers:  # it is no layer's output, by which servers name it
+            return f"it captures layer 0, which {to} has no name for; train one that does not"
+        return None
     if isinstance(drafter, MedusaHeads):
         if to not in MEDUSA:
             return f"Medusa heads: {to} runs none; use --to medusa, or --to vllm (up to 0.32)"

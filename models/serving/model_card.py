@@ -6,6 +6,7 @@ from pathlib import Path
 from draftsmith.common.files import json_object
 from draftsmith.models.artifact import TEMPLATE
 from draftsmith.models.card import TRAINING, measured, named, served_name, table_of
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.serving.source import ExportSource
@@ -26,8 +27,9 @@ def fastest_chain(folder: Path) -> int:
 def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[str, str, str]:
     """What serves an exported folder, the name of the speculative method, and the commands, with DRAFTER for the
     folder."""
-    if isinstance(source.drafter, MedusaHeads):
-        method, tokens, version = "medusa", source.drafter.config.num_draft_heads, 0
+    if isinstance(source.drafter, MedusaHeads | DFlash):
+        method = "medusa" if isinstance(source.drafter, MedusaHeads) else "dflash"
+        tokens, version = source.drafter.config.num_draft_heads, 0
     else:
         version = source.drafter.config.version
         method = "eagle3" if version == 3 else "eagle"
@@ -39,6 +41,11 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         files = f"# {tokens} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
         files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
         return "programs that read the published layout from safetensors", method, files
+    if isinstance(source.drafter, DFlash):
+        slots = source.drafter.config.block_size
+        vllm += f"\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+        vllm += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
+        return "vLLM and SGLang", method, vllm
     if to == "speculators":
         return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if to == "openvino":
@@ -93,6 +100,10 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
         where += (
             ". In OpenVINO keep to chains." if to == "openvino" else "; vLLM verifies chains, SGLang chains or trees."
         )
+    elif isinstance(source.drafter, DFlash):
+        what = "a DFlash drafter"
+        limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
+        where += "; servers verify chains."
     else:
         what, limit = f"{source.drafter.config.num_draft_heads} Medusa heads", ""
         where += "; vLLM verifies one draft of each head."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.common.command import first_line
+from draftsmith.models.dflash import DFlash, DFlashConfig
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.serving import layouts
@@ -54,14 +55,14 @@ class Imported:
     """
 
     drafter_type: str
-    config: EagleConfig | MedusaConfig
+    config: EagleConfig | MedusaConfig | DFlashConfig
     weights: dict[str, Tensor]
     notes: tuple[str, ...]
 
-    def drafter(self, where: str) -> Eagle | MedusaHeads:
+    def drafter(self, where: str) -> Eagle | MedusaHeads | DFlash:
         """Its module, in float32. Raises ValueError: config and weights do not go together."""
-        family = MedusaHeads if isinstance(self.config, MedusaConfig) else Eagle
-        return family.from_artifact(self.config.to_dict(), self.weights, where)
+        families = {EagleConfig: Eagle, MedusaConfig: MedusaHeads, DFlashConfig: DFlash}
+        return families[type(self.config)].from_artifact(self.config.to_dict(), self.weights, where)
 
 
 def convert(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
@@ -80,7 +81,7 @@ def convert(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     except Exception as error:  # a value of a wrong kind meets the checks of several libraries
         raise ValueError(f"config.json: a field's value makes no drafter ({first_line(error)})") from None
     shape = imported.config
-    if isinstance(shape, EagleConfig) and (kind := shape.rope_parameters["rope_type"]) not in _ROPES:
+    if not isinstance(shape, MedusaConfig) and (kind := shape.rope_parameters["rope_type"]) not in _ROPES:
         raise ValueError(f"config.json: rotary positions of type '{kind}' are not imported")
     return imported
 
@@ -89,13 +90,15 @@ def in_our_form(config: Config, tensors: Tensors, target: TargetInfo) -> Importe
     """:func:`convert` without the checks of what only others write."""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return _medusa(config, tensors, target)
+    if "dflash_config" in config and "speculators_model_type" not in config:
+        return _dflash(config, tensors, target)
     kind = config.get("speculators_model_type", "eagle3")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: field 'architectures' is {names!r}; it has to be a list of names")
     if kind != "eagle3" or not layouts.ARCHITECTURES.issuperset(names):
         unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {names}"
-        raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3 and Medusa")
+        raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3, Medusa and DFlash")
     return _eagle(config, tensors, target)
 
 
@@ -262,3 +265,59 @@ def _medusa(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     elif projected:
         own["projection"] = torch.stack(projections)
     return Imported("medusa", shape, own, notes)
+
+
+# ---- DFlash
+
+
+def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
+    nested = config["dflash_config"]
+    if not isinstance(nested, dict):
+        raise ValueError(f"config.json: field 'dflash_config' is {nested!r}; it has to be an object")
+    for part, known, where in ((config, layouts.DFLASH_READ, ""), (nested, layouts.DFLASH_NESTED, "dflash_config.")):
+        _check_fields(part, known, where)
+    causal = [part.get(name) for part, name in ((config, "is_causal"), (nested, "causal"))]
+    if any(causal) or set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
+        raise ValueError("config.json: its blocks are causal, or have a window; only full attention is known here")
+    own = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    for name in ("hidden_size", "vocab_size"):
+        _check_target(name, _number(config, name), getattr(target, name))
+    _check_target("num_target_layers", _number(config, "num_target_layers", target.num_layers), target.num_layers)
+    ids = nested.get("target_layer_ids")
+    if not isinstance(ids, list) or not ids or any(type(layer) is not int for layer in ids):
+        raise ValueError(f"config.json: field 'target_layer_ids' is {ids!r}; it has to be a list of layers")
+    size = _number(config, "draft_vocab_size", target.vocab_size)
+    drafted = layouts.ids_of(own.pop("d2t", None), own.pop("t2d", None), size, target.vocab_size)
+    rows = target.lm_head if drafted is None or not len(target.lm_head) else target.lm_head[drafted]
+    if drafted is not None:
+        own["draft_vocab"] = drafted.sort().values  # ours ascends
+    for name, given in (("embed_tokens.weight", target.embeddings), ("lm_head.weight", rows)):
+        if name in own and _same(own[name], given):
+            del own[name]
+    if "lm_head.weight" in own:
+        raise ValueError("'lm_head.weight' is no part of the target's LM head; only such are read")
+    layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
+    norms = [own.get(f"layers.{layer}.self_attn.k_norm.weight") for layer in range(layers)]
+    tied = all(one is not None and norms[0] is not None and torch.equal(one, norms[0]) for one in norms)
+    shape = DFlashConfig(
+        _number(config, "block_size"),
+        layers,
+        cast(int, nested.get("mask_token_id")),  # the config checks it
+        tuple(layer + 1 for layer in ids),
+        target.num_layers,
+        target.hidden_size,
+        target.vocab_size,
+        heads,
+        _number(config, "num_key_value_heads", heads),
+        _number(config, "head_dim", target.hidden_size // heads),
+        _number(config, "intermediate_size"),
+        target.context,
+        layouts.rope_of(config),
+        float(config.get("rms_norm_eps") or 1e-6),
+        tied,
+        None if drafted is None else size,
+    )
+    with torch.device("meta"):
+        wanted = {name: tuple(weight.shape) for name, weight in DFlash(shape).state_dict().items()}
+    _check_shapes(own, wanted, {name: name for name in own})
+    return Imported("dflash", shape, own, ())

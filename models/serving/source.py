@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from draftsmith.common.command import first_line
 from draftsmith.models.artifact import check_target, in_dtype, read_drafter
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.identity import difference, fingerprint, older_fingerprint, same_target
 from draftsmith.models.files.locate import locate
@@ -31,7 +32,7 @@ class ExportSource:
     needed. folder: the drafter's. fingerprint: of its target.
     """
 
-    drafter: Eagle | MedusaHeads
+    drafter: Eagle | MedusaHeads | DFlash
     weights: Mapping[str, Tensor]
     target_name: str
     target_config: Any
@@ -42,7 +43,8 @@ class ExportSource:
     @property
     def has_draft_vocab(self) -> bool:
         """Whether servers have a place for a draft vocabulary; they let EAGLE-1 and Medusa heads draft any token."""
-        return isinstance(self.drafter, Eagle) and self.drafter.config.version == 3
+        drafter = self.drafter
+        return isinstance(drafter, DFlash) or (isinstance(drafter, Eagle) and drafter.config.version == 3)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,10 +80,12 @@ def _with_list(
     return {**config, "draft_vocab_size": len(ids)}, {**weights, **rows, "draft_vocab": ids}
 
 
-def _check_tokens(drafter: Eagle | MedusaHeads, tokens: int) -> None:
+def _check_tokens(drafter: Eagle | MedusaHeads | DFlash, tokens: int) -> None:
     """Raises ValueError: drafts have another length than ``tokens``."""
     if isinstance(drafter, MedusaHeads):
         raise ValueError(f"--speculative-tokens {tokens}: Medusa heads draft one token each; leave it out")
+    if isinstance(drafter, DFlash):
+        raise ValueError(f"--speculative-tokens {tokens}: a DFlash drafter drafts its whole block; leave it out")
     if tokens >= (positions := drafter.config.max_position_embeddings):
         raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
 
@@ -107,13 +111,14 @@ def open_source(
         if lost := [part for part, weight in weights.items() if not weight.isfinite().all()]:
             raise ValueError(f"{folder}: '{lost[0]}' has numbers that {dtype} cannot hold; leave out --dtype {dtype}")
     kind = config["drafter_type"]
-    if kind not in ("eagle", "medusa"):
-        instead = "EAGLE drafters and Medusa heads are"
+    families = {"eagle": Eagle, "medusa": MedusaHeads, "dflash": DFlash}
+    if kind not in families:
+        instead = "EAGLE and DFlash drafters and Medusa heads are"
         if kind == "ssm":
             part = next(iter(config.get("parts", ["ssm-0"])))
             instead = f"each SSM is already a causal LM, which servers take as a draft model: {folder / part}"
         raise ValueError(f"{folder}: a drafter of type {kind} is not exported to {to}: {instead}")
-    drafter = (Eagle if kind == "eagle" else MedusaHeads).from_artifact(config, weights, str(folder))
+    drafter: Eagle | MedusaHeads | DFlash = families[kind].from_artifact(config, weights, str(folder))
     if tokens is not None:
         _check_tokens(drafter, tokens)
     if why := unsupported(drafter, to):
@@ -133,7 +138,7 @@ def open_source(
         raise ValueError(f"{folder}: '{empty[0]}' has zeros alone, so that it drafts nothing; train it anew")
     name, revision = target_name or trained_for, None if target_name else described.get("revision")
     known_as = str((target_name and merged) or described.get("fingerprint") or "")
-    needed = c.projection == "shared" or to == "speculators" or kind == "medusa"
+    needed = kind != "eagle" or config["projection"] == "shared" or to == "speculators"
     if not needed:
         there = locate(name, revision, weights=False).path
         try:
@@ -156,7 +161,8 @@ def open_source(
     if described.get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
-    if isinstance(drafter, Eagle) and drafter.config.version == 3 and c.projection == "shared" and biased:
+    written = config["projection"] == "shared" if isinstance(drafter, Eagle) and drafter.config.version == 3 else False
+    if biased and (written or (isinstance(drafter, DFlash) and drafter.draft_vocab is not None)):
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
     return ExportSource(drafter, weights, name, target.model.config, target, folder, known_as)
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from draftsmith.common.files import json_object, read_text, replacing_folder, write_json, write_text
 from draftsmith.models.artifact import TEMPLATE, provenance
 from draftsmith.models.card import served_name
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import SIZES, Eagle
 from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.medusa import MedusaHeads
@@ -125,6 +126,45 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
     return tensors, config
 
 
+def _dflash(source: ExportSource, dflash: DFlash) -> Written:
+    """A DFlash drafter as z-lab publishes them. Of a draft vocabulary the rows of the target's LM head are written,
+    which vLLM reads; SGLang drafts from all tokens."""
+    c, target = dflash.config, source.loaded()
+    some = torch.arange(min(64, c.vocab_size), device=target.device)
+    if not torch.equal(target.embeddings(some), cast(Tensor, target.embeddings.weight)[some]):
+        raise ValueError(f"target '{target.name}' scales its embeddings; servers give the stored ones to DFlash")
+    tensors = {name: weight for name, weight in source.weights.items() if name != "draft_vocab"}
+    if c.draft_vocab_size:
+        ids = dflash.tokens(torch.arange(c.outputs)).long()
+        tensors["lm_head.weight"] = source.rows(head_rows(target.lm_head, ids).weight)
+        tensors |= layouts.maps_of(ids, c.vocab_size)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": c.num_layers,
+        **{name: getattr(c, name) for name in SIZES},
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        **layouts.rope_fields(c.rope_parameters),
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * c.num_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(source.dtype).removeprefix("torch."),
+        **({"draft_vocab_size": c.draft_vocab_size} if c.draft_vocab_size else {}),
+        "block_size": c.block_size,
+        "num_target_layers": c.num_target_layers,
+        "is_causal": False,
+        "dflash_config": {
+            "mask_token_id": c.mask_token_id,
+            "target_layer_ids": [layer - 1 for layer in c.captured_layers],  # the layer that each state leaves
+            "causal": False,
+        },
+    }
+    return tensors, config
+
+
 def medusa_tensors(heads: MedusaHeads, lm_head: nn.Module, to: str = "medusa") -> dict[str, Tensor]:
     """Heads by the names of a program: every head with a matrix ``[V, d]`` of its own, a copy of the target's LM head
     where heads share it; in vLLM one for all.
@@ -170,6 +210,8 @@ def written(source: ExportSource, to: str, served_target: str, speculative_token
     """Tensors and config.json of a format. Raises ValueError: it has no place for this drafter."""
     if isinstance(source.drafter, MedusaHeads):
         return _medusa(source, source.drafter, to, served_target)
+    if isinstance(source.drafter, DFlash):
+        return _dflash(source, source.drafter)
     return _eagle(source, source.drafter, to, served_target, speculative_tokens)
 
 
@@ -227,7 +269,7 @@ def _read_back(folder: Path, file: str, source: ExportSource) -> float:
     read = imported.drafter(str(folder))
     # The target's LM head may be written as the drafter's own, and a bias of zeros; some formats have no draft
     # vocabulary, rotary positions are written in several ways, and how many there are is the target's to say.
-    free = {"projection", "draft_vocab_size", "fc_bias", "max_position_embeddings", "rope_parameters"}
+    free = {"projection", "draft_vocab_size", "fc_bias", "max_position_embeddings", "rope_parameters", "tie_k_norm"}
     found = read.config.to_dict()
     for name, value in drafter.config.to_dict().items():
         if name not in free and found[name] != value:
@@ -245,7 +287,18 @@ def _read_back(folder: Path, file: str, source: ExportSource) -> float:
     return apart
 
 
-def _logits(drafter: Eagle | MedusaHeads, lm_head: nn.Module) -> Tensor:
+class _Repeated(nn.Module):
+    """Random embeddings ``[N, d]`` for any ids."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[ids % len(self.table)]
+
+
+def _logits(drafter: Eagle | MedusaHeads | DFlash, lm_head: nn.Module) -> Tensor:
     """A drafter's logits ``[N, V]`` in float32 on random features and, for EAGLE, embeddings, at each position and for
     further tokens of a draft; −inf for tokens that are not drafted."""
     c, random = drafter.config, torch.Generator().manual_seed(0)
@@ -255,10 +308,14 @@ def _logits(drafter: Eagle | MedusaHeads, lm_head: nn.Module) -> Tensor:
     else:
         captured = len(drafter.config.captured_layers)
         features = torch.randn(1, _POSITIONS, c.hidden_size * (1 + captured), generator=random)
-        embed = nn.Embedding.from_pretrained(torch.randn(_POSITIONS, c.hidden_size, generator=random))
-        outs = [out[0] for out in drafter.unroll(features, embed, torch.arange(_POSITIONS)[None], _STEPS)]
+        embed = _Repeated(torch.randn(_POSITIONS, c.hidden_size, generator=random))
+        tokens = torch.arange(_POSITIONS)[None]
+        if isinstance(drafter, DFlash):
+            outs = list(drafter.draft(features, embed, tokens, torch.arange(1, _POSITIONS)[None])[0])
+        else:
+            outs = [out[0] for out in drafter.unroll(features, embed, tokens, _STEPS)]
         head = cast(nn.Linear, drafter.draft_head(lm_head))
-        heads = [(head.weight, head.bias)] * _STEPS
+        heads = [(head.weight, head.bias)] * len(outs)
     found = [F.linear(x, w.float(), None if b is None else b.float()) for x, (w, b) in zip(outs, heads, strict=True)]
     logits = torch.full((sum(map(len, found)), c.vocab_size), float("-inf"))
     return logits.index_copy(1, drafter.tokens(torch.arange(c.outputs)), torch.cat(found))

@@ -68,7 +68,7 @@ def shortlist(dtype: torch.dtype, nodes: int) -> None:
     features, weight = torch.zeros(2, nodes, 256, dtype=dtype), torch.zeros(4096, 256, dtype=dtype)
     rows = torch.arange(1000).expand(2, -1)
     shortlist_logits(features, weight, rows)
-    shortlist_topk(features, weight, rows, torch.arange(4096), 10)
+    shortlist_topk(features, weight, rows, torch.arange(4096), 10, log_q=True)
 
 
 def add_norm(dtype: torch.dtype, width: int, parts: int, bare: bool = False) -> None:

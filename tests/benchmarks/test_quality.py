@@ -10,8 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
+import torch
+from tiny_models import perturbed
 
 from draftsmith.benchmarks import judged, quality, tasks
+from draftsmith.inference.engine.engine import Generation
 
 HEADER = "from typing import List\n\n\n"
 PROMPT = f'{HEADER}def total(numbers: List[int]) -> int:\n    """The sum."""\n'
@@ -211,6 +214,21 @@ def test_a_judge(run_main, drafter, tmp_path):
 def test_grades():
     found = {"Grade: 7": 7, "grade: **8.5**": 8.5, "Grade: 3\nGrade: 9/10": 9, "Grade: 11": None, "Grade: -3": None}
     assert {text: judged.grade_of(text) for text in found} == found and judged.grade_of("7") is None
+
+
+def test_divergence_of_a_changed_target(target):
+    """By its definition, after each token of the answers alone; of the target itself it is 0."""
+    prompts, answers = [[5, 9, 30], [7]], [Generation([4, 60]), Generation([8])]
+    changed, sums = perturbed(target, 0.3), []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([[*prompt, *answer.tokens]])[:, :-1]
+        log_p, log_q = (
+            each.model(ids).logits[0, len(prompt) - 1 :].double().log_softmax(-1) for each in (target, changed)
+        )
+        sums.append((log_p.exp() * (log_p - log_q)).sum())
+    found = quality.divergence(target, changed, prompts, answers)
+    assert found["value"] == pytest.approx(float(sum(sums)) / 3, rel=1e-3) and found["value"] > 1e-3
+    assert quality.divergence(target, target, prompts, answers)["value"] == 0
 
 
 def test_shares_and_differences():

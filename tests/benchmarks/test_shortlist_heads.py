@@ -1,6 +1,8 @@
-"""The comparison of shortlists: what a list keeps is what train/dynaspec.py counts of the same drafts, one by one; the
-report's figures are of these sums; head time, equal logits, and what is refused."""
+"""The comparisons of shortlists, node by node and by task: what a list keeps is what train/dynaspec.py counts of the
+same drafts, one by one; the report's figures are of these sums; head time, equal logits, and what is refused; parts
+that are measured once."""
 
+import copy
 import json
 import shutil
 import time
@@ -12,15 +14,18 @@ import torch
 from eagles import untrained
 from safetensors.torch import load_file, save_file
 
-from draftsmith.benchmarks import shortlist_heads
+from draftsmith.benchmarks import shortlist_heads, shortlist_tasks
 from draftsmith.benchmarks.shortlist_heads import ROUNDS, STATISTICS, WHOLE
+from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.shortlists import Shortlists
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure.rollouts import eagle_drafts as drafts_of
 from draftsmith.inference.measure.rollouts import kept, record
 from draftsmith.inference.measure.timing import bootstrap_interval
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels
+from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.models.artifact import write_drafter
-from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget, low_rank_factors
 from draftsmith.models.target import Target
 
 pytestmark = pytest.mark.measurement
@@ -34,9 +39,10 @@ def shortlists(outputs: int, width: int) -> dict[str, ShortlistHead]:
     """All kinds. Their capacities change by depth; the text's tokens and some clusters do not all fit."""
     router = {"num_clusters": 12, "router_width": 8, "embedding_size": width, "feature_size": width}
     configs = {
-        "fr_spec": ShortlistConfig("fr_spec", outputs, budget(90, "position_aware")),
+        "fr_spec": ShortlistConfig("fr_spec", outputs, budget(100, "position_aware")),
         "vocab_trim": ShortlistConfig("vocab_trim", outputs, (60,)),
         "dynaspec": ShortlistConfig("dynaspec", outputs, (110, 110, 70), clusters=(6, 6, 3), **router),
+        "low_rank": ShortlistConfig("low_rank", outputs, (60, 60, 12), rank=6, feature_size=width),
     }
     generator = torch.Generator().manual_seed(5)
     heads: dict[str, ShortlistHead] = {}
@@ -92,7 +98,11 @@ def drafts(target, eagle):
 
 @pytest.fixture(scope="module")
 def heads(drafts, target):
-    return shortlists(len(drafts.weight), target.hidden_size)
+    heads = shortlists(len(drafts.weight), target.hidden_size)
+    low = heads["low_rank"]
+    low.down, up = low_rank_factors(drafts.weight, 6)
+    low.up = up[low.order]
+    return heads
 
 
 @pytest.fixture(scope="module")
@@ -185,10 +195,11 @@ def test_figures(found, folders, heads, measured, kind):
 def test_as_rollouts_keep_it(drafts, heads, answered, measured):
     """Ranks, recall and sizes are those by which train/dynaspec.py selects."""
     tokens, marks = answered
-    recorded = record(drafts, tokens, marks, len(drafts.weight))
     cut = {"best", "hidden", "label", "log_q", "tokens"}
-    recorded = replace(recorded, **{name: getattr(recorded, name)[:, :DEPTHS] for name in cut})
     for name, head in {WHOLE: None, **heads}.items():
+        low = head is not None and head.low_rank
+        recorded = record(drafts, tokens, marks, len(drafts.weight), low_rank=low)
+        recorded = replace(recorded, **{name: getattr(recorded, name)[:, :DEPTHS] for name in cut})
         expected = kept(recorded, drafts.embed, head)
         assert torch.equal(measured.ranks[name], expected.ranks)
         shares = (measured.sums[name].sum(1) / measured.nodes.sum(0)).tolist()
@@ -240,7 +251,7 @@ def test_head_time(monkeypatch, target, drafts, heads):
     monkeypatch.setattr(Shortlists, "choose", slow_choice)
     seconds = shortlist_heads.time_heads(target, drafts, {WHOLE: None, **heads}, [drawn, drawn])
     slow = list(heads).index("vocab_trim") + 1
-    assert seconds.shape == (4, 2) and bool((seconds[slow] >= 0.06).all()) and bool((seconds > 0).all())
+    assert seconds.shape == (5, 2) and bool((seconds[slow] >= 0.06).all()) and bool((seconds > 0).all())
     each = {(name, depth, width) for name in heads for depth, width in enumerate(widths)}
     assert Counter(chosen) == dict.fromkeys(each, 2 * (ROUNDS + 1))
     short = torch.arange(40)[None] >= 38
@@ -271,3 +282,70 @@ def test_refused(run_main, folders, heads, target, base, prompts, tmp_path):
         code, out, err = run_main(shortlist_heads.main, first, *arguments, "--prompts", prompts, "--threads", 1)
         line = err.splitlines()[-1]
         assert (code, out) == (2, "") and line.startswith("error: ") and message in line, (arguments, err)
+
+
+# ---- by task
+
+
+def of_tasks(run_main, folders, names, prompts, out, *more):
+    words = [*(folders / name for name in names), "--prompts", prompts, "--max-new-tokens", NEW, "--nodes", 8]
+    return run_main(shortlist_tasks.main, *words, "--threads", 1, "--device", "cpu", "--report", out, *more)
+
+
+def test_tasks(run_main, folders, heads, target, eagle, write_prompts, tmp_path, monkeypatch):
+    """τ is that of decoding with each list, DynaSpec's at both schedules; nothing is measured again but what was asked
+    otherwise; the table stands between its markers."""
+    prompts = write_prompts([f"licence {number} of the work" for number in range(4)], *KINDS)
+    page, ran, decode = tmp_path / "page.md", [], shortlist_tasks.decode
+    page.write_text("before\n<!-- shortlist-table -->\nold\n<!-- /shortlist-table -->\nafter\n")
+    monkeypatch.setattr(shortlist_tasks, "decode", lambda *given: ran.append(given) or decode(*given))
+    code, out, err = of_tasks(run_main, folders, heads, prompts, tmp_path, "--write", page)
+    assert code == 0, err
+    methods = [WHOLE, "FR-Spec", "VocabTrim", "DynaSpec, fixed", "DynaSpec, position-aware", "low rank"]
+    assert len(ran) == 2 * len(methods)
+    report = json.loads((tmp_path / "table.json").read_text())
+    config, outputs = heads["dynaspec"].config, len(heads["fr_spec"].order)
+    both = [json.loads(line) for line in prompts.read_text().splitlines()]
+    for name, kind in zip(methods, (None, "fr_spec", "vocab_trim", "dynaspec", "dynaspec", "low_rank"), strict=True):
+        head = heads[kind] if kind else None
+        own = copy.deepcopy(head)
+        if "DynaSpec" in name:
+            own.config = config.with_budget(6, name.removeprefix("DynaSpec, ").replace("-", "_"))
+            assert report["capacity"][name] == [*own.config.capacity]
+        decoder = SpeculativeDecoder(target, EagleDrafter(eagle, target, DynamicShape(8, 6, 8), shortlist=own))
+        for kind in KINDS[:1]:
+            ids = [target.tokenizer(row["prompt"])["input_ids"] for row in both if row["kind"] == kind]
+            accepted = [result.accepted for result in decoder.generate(ids, NEW, batch_size=1)]
+            row = report["tasks"][kind]["methods"][name]
+            assert row["steps"] == [[sum(each), len(each)] for each in accepted]
+            assert row["tau"]["value"] == pytest.approx(sum(map(sum, accepted)) / sum(map(len, accepted)), abs=1e-4)
+        row = report["all"]["methods"][name]
+        assert len(row["steps"]) == 4 and report["head"][name]["seconds"] > 0 and name in out
+        assert (row["tau_over_whole"] is None) == (name == WHOLE)
+        if name in (sizes := {WHOLE: outputs, "VocabTrim": 60}):
+            assert row["tokens"] == sizes[name]
+        else:
+            assert 8 <= row["tokens"] < outputs
+    written = page.read_text()
+    assert written.startswith("before\n<!-- shortlist-table -->\n| shortlist | tokens |") and "old" not in written
+    assert written.endswith("<!-- /shortlist-table -->\nafter\n") and all(f"| {name} |" in written for name in methods)
+    ran.clear()
+    (tmp_path / "parts" / "code-vocabtrim.json").unlink()
+    assert of_tasks(run_main, folders, heads, prompts, tmp_path)[0] == 0 and len(ran) == 1
+    assert json.loads((tmp_path / "table.json").read_text())["tasks"] == report["tasks"]
+    ran.clear()
+    few = ("vocab_trim",)
+    assert of_tasks(run_main, folders, few, prompts, tmp_path, "--max-new-tokens", NEW - 2)[0] == 0 and len(ran) == 4
+
+
+def test_missing_lists_are_named_with_their_command(run_main, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run_main(shortlist_tasks.main, "--report", "out", "--threads", 1)
+    said = "runs/smollm2-dynaspec: is not there yet; make it by: python train/dynaspec.py recipes/smollm2-dynaspec.yaml"
+    assert code == 2 and said in err.splitlines()[-1]
+    (tmp_path / "runs/smollm2-dynaspec").mkdir(parents=True)
+    (tmp_path / "runs/smollm2-dynaspec/config.json").write_text("{}")
+    code, _, err = run_main(shortlist_tasks.main, "--report", "out", "--threads", 1)
+    assert code == 2 and "runs/smollm2-frspec: is not there yet" in err and "drafter.size=2048" in err
+    code, _, err = run_main(shortlist_tasks.main, "--model", "qwen2.5-coder-0.5b", "--report", "out", "--threads", 1)
+    assert code == 2 and "python train/eagle.py recipes/qwen2.5-coder-0.5b-eagle3.yaml" in err

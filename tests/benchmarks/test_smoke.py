@@ -33,6 +33,8 @@ COMMANDS = {
                   ()),
     "kernel_times": ("shortlist --batches 2 --level 3 --hidden 32 --vocabulary 500 60", "rows", 2 * 5, ()),
     "medusa_step": ("--vocab 300 --width 64 --layers 1 --rows 1 --length 128 --repeat 1", "results", 2, ()),
+    "plan_grid": ("TARGET --device cpu --settings 1x64 2x64 --drafters draft_model:NEAR --entries 36 --selectors "
+                  "snapkv --drafts 1 2 --texts 1 --new-tokens 6 --rounds 1", "rows", 2, ()),
     "quality": ("HEADS --sets arithmetic reasoning --count 5 --max-new-tokens 12 --temperature 0.9", "methods", 3, ()),
     "roofline": ("--depth 3 --nodes 15", "shapes", 3, ("out.png", "out-itself.png")),
     "serving": ("HEADS ngram --prompts PROMPTS --device cpu --batches 1 3 --loads 0.5 --requests 5 --rounds 1 "
@@ -153,6 +155,16 @@ def check_speed(report):
         assert row["predicted"] == pytest.approx(row["tokens"] / time, rel=0.02)
 
 
+def check_plan_grid(report):
+    for row in report["rows"]:
+        methods = row["methods"]
+        assert methods["none"]["speedup"] == 1 and {row["planned"], row["best"]} <= methods.keys()
+        counted = [each["speedup"] for each in methods.values() if each["rounds"]]
+        assert row["best_measured"] == max(counted) >= row["measured"] == methods[row["planned"]]["speedup"]
+        assert row["share"] == pytest.approx(row["measured"] / row["best_measured"], abs=1e-4)
+        assert {len(name.split("")) for name in methods} == {1, 2} and len(methods) >= 1 + 3 * 2
+
+
 def check_step(report):
     plain, chain, tree = report["rows"]
     for row in report["rows"]:
@@ -201,11 +213,28 @@ CHECKS = {
     "clusters": check_clusters,
     "coupled": check_coupled,
     "medusa_step": check_medusa_step,
+    "plan_grid": check_plan_grid,
     "sequences": check_sequences,
     "step_times": check_step,
     "train_step": check_train_step,
     "unroll": check_unroll,
 }
+
+
+def test_a_grid_goes_on_where_it_ended(run, tmp_path):
+    """Settings that a file holds are not measured again; figures of other options stay apart."""
+    out, rows = tmp_path / "grid.json", []
+    words = (
+        "TARGET --device cpu --threads 1 --entries 36 --selectors snapkv --drafts 1 --texts 1 --new-tokens 4 --rounds 1"
+    )
+    for settings in ("1x48", "1x48 2x48"):
+        code, printed, err = run("plan_grid", f"{words} --settings {settings} --out {out}")
+        assert code == 0 and f"of {len(settings.split())}" in printed, err
+        assert ("1x48: planned" in err) == (settings == "1x48")
+        rows.append(json.loads(out.read_text())["rows"])
+    assert rows[1][:1] == rows[0] and len(rows[1]) == 2
+    code, _, err = run("plan_grid", f"{words} --settings 1x48 --seed 1 --out {out}")
+    assert code == 2 and "has settings of another target or of other options" in err
 
 
 # ---- what is refused
@@ -221,6 +250,8 @@ REFUSED = [
     ("claims", "specinfer-parallel", "specinfer-parallel: there is no tensor parallelism here"),
     ("compressed", "acceptance models/tiny-lm --contexts 64 --entries 40 --new-tokens 4 --kinds books --count 1 "
      "--drafts 40", "drafts of 40 tokens, 40 deep, have no room here"),
+    ("plan_grid", "TARGET --settings 4", "4: write rows x cached tokens, for example 4x2048"),
+    ("plan_grid", "TARGET --settings 1x9000 --device cpu", "--settings: 9000 tokens are too many"),
     ("kernel_times", "few_rows --rows 1 65", "have to be from 1 to 64"),
     ("quality", "HEADS --count 0", "--count 0: must be at least 1"),
     ("quality", "HEADS --temperature 0", "--temperature 0.0: must be at least 1e-10; leave it out"),

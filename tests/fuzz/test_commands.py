@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 20  # seconds that an answer may take
-TRAINING = {f"train.{script}": f"tiny-{script}" for script in ("medusa", "eagle", "ssm", "lm", "dynaspec", "distill")}
+SCRIPTS = ("medusa", "eagle", "dflash", "ssm", "lm", "dynaspec", "distill")
+TRAINING = {f"train.{script}": f"tiny-{script}" for script in SCRIPTS}
 TRAINING["train.eagle"] += "3"
 # What no recipe may say, and what the answer has to name.
 OVERRIDES = [
@@ -80,6 +81,9 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
     }),
     "benchmarks.shortlist_heads": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--nodes": NUMBERS, "--depths": NUMBERS, "--prompts": ("nowhere.jsonl",),
+    }),
+    "benchmarks.shortlist_tasks": (["nowhere/at/all", "--report", "new"], {
+        "--nodes": NUMBERS, "--count": NUMBERS, "--schedules": ("free",), "--model": ("gpt9",),
     }),
     "models.export": (["nowhere/at/all", "--to", "vllm", "--out", "served"], {"--to": ("ollama",), "--out": ("",)}),
     "data.prompts": (["stdlib", "--tokenizer", "TARGET", "--out", "new.jsonl"], {
@@ -197,6 +201,7 @@ QUICK = [
             "ensembles.py a/b --prompts nowhere.jsonl",
             "shortlist_heads.py nowhere --prompts README.md",
             "shortlist_heads.py a/b --prompts nowhere.jsonl",
+            "shortlist_tasks.py --model qwen2.5-coder-0.5b --report /tmp/new",
             "tau_by_tokens.py nowhere=3k --prompts README.md",
             "tau_by_tokens.py models/smollm2-medusa --prompts nowhere.jsonl",
             "coder_table.py nowhere.json",

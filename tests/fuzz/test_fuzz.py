@@ -35,7 +35,7 @@ from draftsmith.inference.verify.tree import read_tree
 from draftsmith.models.artifact import read_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import distill, dynaspec, eagle, lm, medusa, ssm
+from draftsmith.train import dflash, distill, dynaspec, eagle, lm, medusa, ssm
 
 pytestmark = pytest.mark.whole_runs  # random recipes and artifacts
 
@@ -185,6 +185,7 @@ def plain(run_main, tiny_lm):
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 TRAINING = {"medusa": medusa, "ssm": ssm, "eagle": eagle, "lm": lm, "distill": distill, "dynaspec": dynaspec}
+TRAINING["dflash"] = dflash
 
 
 def class_of(path: Path) -> Any:

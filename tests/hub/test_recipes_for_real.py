@@ -33,10 +33,12 @@ RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))
 # tests/train/test_shipped_recipes.py
 NOTHING_OF_THE_HUB = {f"smollm2-{name}" for name in "distill dynaspec eagle3 medusa medusa2 ssm".split()}
 NOTHING_OF_THE_HUB |= {f"tiny-{name}" for name in "distill draft dynaspec eagle1 eagle3 lm medusa medusa2 ssm".split()}
+NOTHING_OF_THE_HUB |= {"tiny-dflash"}
 STAGE = ["steps=4", "epochs=null", "batch={sequences: 4, accumulate: 2}"]
 SIZES = ["target.dtype=float32", "data.max_length=224", "precision.autocast=none", "precision.threads=1"]
 SIZES += ["checkpoint.every=4", "evaluate={every: 2, sequences: 8}", *(f"stages.0.{size}" for size in STAGE)]
-JOINT = [*(f"stages.1.{size}" for size in STAGE), "precision.gradient_checkpointing=true"]
+JOINT = "precision.gradient_checkpointing=true"
+SECOND = [f"stages.1.{size}" for size in STAGE]
 OWN = ["data.validation.0.answers={prompts: 12, prompt_tokens: 190, new_tokens: 24, batch_size: 8}"]  # held out
 ANSWERS = ["target.dtype=float32", "engine.batch_size=4", "engine.threads=1", "decoding.max_new_tokens=12"]
 FEW = ["--max-new-tokens", "8"]  # timed by calibrate.py
@@ -185,14 +187,14 @@ def check_requests(world: World, target: str) -> None:
 
 
 def test_how_many_there_are():
-    assert len(RECIPES) == 51
+    assert len(RECIPES) == 54
     named = {name for path in RECIPES.values() for name in _named(yaml.safe_load(path.read_text()))}
     instead = {name: hub_id(name) for name in RECIPES if "target.name=" in RECIPES[name].read_text()}
     assert set(instead) - {"qwen2-7b-dynaspec"} == {name for name in RECIPES if name.startswith("qwen2.5-coder-")}
     named |= set(instead.values())
     assert named == {name.split("/", 1)[1] for name in miniatures.manifests()}, "each needs a manifest"
     tested = [name for name in RECIPES if any(_named(yaml.safe_load(RECIPES[name].read_text()))) or name in instead]
-    assert len(tested) == 36 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
+    assert len(tested) == 38 and set(tested) | NOTHING_OF_THE_HUB == set(RECIPES)
 
 
 def hub_id(name: str) -> str:
@@ -226,7 +228,7 @@ def check_prompts(world: World) -> None:
 @pytest.fixture(scope="module")
 def vicuna7b(world: World) -> str:
     """What its training printed."""
-    return train(world, "vicuna7b", *JOINT, launched=True)
+    return train(world, "vicuna7b", *SECOND, JOINT, launched=True)
 
 
 def test_vicuna7b(world, vicuna7b):
@@ -323,7 +325,7 @@ ULTRACHAT = ("train_sft[:12]", ultrachat(5000, 12), "test_sft[:8]", ultrachat(10
     [("vicuna33b", "lmsys/vicuna-33b-v1.3", SHAREGPT), ("zephyr7b", "HuggingFaceH4/zephyr-7b-beta", ULTRACHAT)],
 )
 def test_self_distillation(world, stem, target, seeds):
-    """Seeds of the Hub, answered by our engine; then both stages of training on the answers."""
+    """Seeds of the Hub, answered by our engine; then joint training on the answers."""
     first, asked, second, held_out = seeds
     distil(world, f"{stem}-distill", f"{stem}-self-distill", first, second, *ANSWERS)
     check_answers(world, f"{stem}-distill", asked)
@@ -331,7 +333,7 @@ def test_self_distillation(world, stem, target, seeds):
     skipped = [(reason.partition(" (")[0], rows) for reason, rows in manifest["rows_skipped"].items()]
     assert skipped == ([("a turn is from an unknown speaker", 1)] if seeds is SHAREGPT else [])
     check_answers(world, f"{stem}-held-out", held_out)
-    train(world, f"{stem}-self-distill", *JOINT)
+    train(world, f"{stem}-self-distill", JOINT)
     check_requests(world, target)
     answers = [[m for m in chat if m["role"] == "assistant"] for chat in shards(world, f"{stem}-held-out")]
     spoken = sorted(text for chat in answers for m in chat if (text := m["content"].strip()))
@@ -349,7 +351,7 @@ def train_llama3_70b(world: World, processes: int, *options: str) -> None:
     words = first_line("llama3-70b-zero3")
     words[words.index("--num_processes") + 1] = str(processes)  # instead of eight
     more = [f"export.push_to_hub={USER}/llama3-70b-zero3", *options]
-    out, _, commands = succeed(world.launch(*words, *SIZES, *JOINT, *more)).rpartition(", run: ")
+    out, _, commands = succeed(world.launch(*words, *SIZES, JOINT, *more)).rpartition(", run: ")
     assert f"not uploaded to {USER}/llama3-70b-zero3" in out
     for command in commands.split(" && "):
         succeed(world.python(*shlex.split(command)[1:]))
@@ -463,8 +465,9 @@ def test_coder_eagle3(world, coder_eagle3):
     finish(world, name, target=coder_eagle3)
 
 
-def test_coder_medusa(world):
-    name = "qwen2.5-coder-0.5b-medusa"
+@pytest.mark.parametrize("family", ["medusa", "dflash"])
+def test_coder_heads_and_blocks(world, family):
+    name = f"qwen2.5-coder-0.5b-{family}"
     target = hub_id(name)
     train(world, name, f"target.name={target}", *CODER, *COMMITTED)
     finish(world, name, target=target)
@@ -517,8 +520,9 @@ def test_own_answers(world, stem):
     ids that the engine sampled."""
     target = OWN_ANSWERS[stem]
     drafters = [name for name in (f"{stem}-eagle3", f"{stem}-medusa") if name in RECIPES]
+    drafters += ["qwen3-8b-dflash"] if stem == "qwen3-8b-non-thinking" else []
     commands = {" ".join(held_out_command(name)) for name in drafters}
-    assert len(commands) == 1 and len(drafters) == 2
+    assert len(commands) == 1 and len(drafters) >= 2
     distilled = first_line(f"{stem}-distill")[1:]
     succeed(world.python(*distilled, *ANSWERS, *THREE_SETS, "data.seeds.0.split=train_sft[:6]"))
     succeed(world.python(*held_out_command(drafters[0]), *ANSWERS, *THREE_SETS, "data.seeds.0.split=test_sft[:6]"))
@@ -529,6 +533,7 @@ def test_own_answers(world, stem):
     ]
     assert {line["source"] for line in lines} == set(_sources(stem)) and len(lines) == 18
     sizes = {"eagle3": ["drafter.draft_vocab_size=200", "drafter.unroll=2"], "medusa": []}
+    sizes["dflash"] = ["drafter.block_size=4", "drafter.captured_layers=null", "drafter.mask_token_id=null"]
     for name in drafters:
         moe = ["drafter.intermediate_size=96"] if name == "qwen3-30b-a3b-eagle3" else []
         out = train(world, name, *sizes[name.rpartition("-")[2]], *moe)

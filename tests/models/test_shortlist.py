@@ -7,24 +7,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftsmith.models.shortlist import DEPTHS, Router, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import DEPTHS, Router, ShortlistConfig, ShortlistHead, budget, low_rank_factors
 
 WHERE = "runs/short"
 FIXED = ShortlistConfig("fr_spec", 12, (5, 5, 2))
 SIZES = {"num_clusters": 5, "router_width": 7, "embedding_size": 6, "feature_size": 4}
 ROUTED = ShortlistConfig("dynaspec", 12, (9, 9, 4), clusters=(3, 3, 1), **SIZES)
 STARTS = [0, 2, 3, 7, 9, 12]
-KINDS = {"fr_spec": FIXED, "vocab_trim": replace(FIXED, shortlist="vocab_trim"), "dynaspec": ROUTED}
+LOW = ShortlistConfig("low_rank", 12, (5, 5, 2), rank=3, feature_size=4)
+KINDS = {"fr_spec": FIXED, "vocab_trim": replace(FIXED, shortlist="vocab_trim"), "dynaspec": ROUTED, "low_rank": LOW}
 
 
 def head_of(config: ShortlistConfig) -> ShortlistHead:
-    """A random order and router; biases of depths, too."""
+    """A random order, router and factors; biases of depths, too."""
     torch.manual_seed(0)
     head = ShortlistHead(config)
     head.order.copy_(torch.randperm(config.outputs))
     if head.router is not None:
         head.starts.copy_(torch.tensor(STARTS))
         torch.nn.init.normal_(head.router.depth.weight)
+    if head.low_rank:
+        head.down.normal_()
+        head.up.normal_()
     return head.eval().requires_grad_(False)
 
 
@@ -83,6 +87,8 @@ def test_a_config_is_what_its_file_says(kind):
         ("dynaspec", {"router_width": "7"}, "field 'router_width' is '7'; it has to be a whole number above 0"),
         ("dynaspec", {"embedding_size": 0}, "field 'embedding_size' is 0; it has to be a whole number above 0"),
         ("dynaspec", {"feature_size": -4}, "field 'feature_size' is -4; it has to be a whole number above 0"),
+        ("low_rank", {"rank": 0}, "field 'rank' is 0; it has to be a whole number above 0"),
+        ("low_rank", {"rank": 5}, "field 'rank' is 5; an LM head of 12 × 4 has 4"),
     ],
 )
 def test_configs_that_are_refused(kind, fields, message):
@@ -166,6 +172,18 @@ def without(name):
 CONFIG, WEIGHTS = f"^{WHERE}/config.json: ", f"^{WHERE}/model.safetensors: "
 
 
+def test_low_rank_factors():
+    """The truncated SVD, best directions first; of full rank the head itself."""
+    head = torch.randn(30, 8, generator=torch.Generator().manual_seed(1)).double()
+    u, s, v = torch.linalg.svd(head, full_matrices=False)
+    for rank in (1, 3, 8):
+        down, up = low_rank_factors(head, rank)
+        assert down.shape == (rank, 8) and up.shape == (30, rank) and up.dtype == torch.float32
+        expected = (u[:, :rank] * s[:rank]) @ v[:rank]
+        torch.testing.assert_close((up @ down).double(), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(up.norm(dim=0).double(), s[:rank], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -199,6 +217,15 @@ def test_artifacts_that_are_refused(damage, message):
     assert "\n" not in str(error.value)
 
 
+def test_factors_of_another_shape():
+    config, weights = stored("low_rank")
+    weights["up"] = torch.zeros(12, 2)
+    with pytest.raises(
+        ValueError, match=rf"{WEIGHTS}'up' is \(12, 2\) instead of \(12, 3\), as config.json promises; fetch or"
+    ):
+        ShortlistHead.from_artifact(config, weights, WHERE)
+
+
 # ---- which tokens are in a list
 
 
@@ -206,6 +233,8 @@ def expected_list(head: ShortlistHead, scores: list[float], depth: int) -> set[i
     """Places in the drafter's vocabulary, in plain Python."""
     config, rows = head.config, head.order.tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
+    if config.shortlist == "low_rank":
+        return {rows[row] for row in sorted(range(len(scores)), key=lambda row: -scores[row])[:capacity]}
     if config.shortlist != "dynaspec":
         return set(rows[:capacity])
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]
@@ -225,11 +254,13 @@ def test_contains(kind):
     sizes = set()
     for depth in range(5):
         chosen = head.choose(embeddings, hidden, depth)
-        assert (chosen is None) == (kind != "dynaspec")
+        assert (chosen is None) == (kind in ("fr_spec", "vocab_trim"))
         got = head.contains(tokens, chosen, depth)
         assert got.shape == (nodes, 12) and got.dtype == torch.bool
         for node in range(nodes):
             scores = [] if head.router is None else head.router(embeddings[node], hidden[node], depth).tolist()
+            if head.low_rank:
+                scores = (head.up @ head.down @ hidden[node]).tolist()
             expected = expected_list(head, scores, depth)
             assert set(got[node].nonzero()[:, 0].tolist()) == expected, (depth, node)
             sizes.add(len(expected))

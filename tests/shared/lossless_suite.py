@@ -740,6 +740,7 @@ def caches(step: Step) -> list[torch.Tensor]:
     return [
         *itertools.chain(*(cache._storages for cache in own)),
         *(each.layer.keys for each in drafters if hasattr(each, "layer")),
+        *(each.layers.storage for each in drafters if hasattr(each, "layers")),
     ]
 
 

@@ -86,7 +86,7 @@ def noisy_heads(
 
 
 def random_shortlists(config: ShortlistConfig, starts: Sequence[int] = ()) -> ShortlistHead:
-    """In a random order, with a random router; ``starts``: of its clusters."""
+    """In a random order, with a random router or random factors; ``starts``: of its clusters."""
     torch.manual_seed(5)
     head = ShortlistHead(config)
     head.order.copy_(torch.randperm(config.outputs))
@@ -95,6 +95,9 @@ def random_shortlists(config: ShortlistConfig, starts: Sequence[int] = ()) -> Sh
         with torch.no_grad():
             for weight in head.router.parameters():
                 weight.normal_(std=0.5)
+    if head.low_rank:
+        head.down.normal_()
+        head.up.normal_()
     return head.eval().requires_grad_(False)
 
 
@@ -111,11 +114,13 @@ def listed_tokens(
 
     Args:
         ids: of the LM head's rows, in the target's vocabulary.
-        scores: of the level's clusters, ``[M]``.
+        scores: of the level's clusters, ``[M]``; of a low-rank list those of the rows, ``[n, S]``.
         seen: counts a list for which a wanted cluster did not fit whole.
     """
     config, tokens = head.config, ids[head.order].tolist()
     capacity = config.capacity[min(depth, len(config.capacity) - 1)]
+    if head.low_rank and scores is not None and capacity < len(tokens):  # of the rows, by node
+        return [*{tokens[row] for node in scores for row in node.topk(capacity).indices.tolist()}]
     if scores is None or capacity == len(tokens):
         return tokens[:capacity]
     wanted = config.clusters[min(depth, len(config.clusters) - 1)]

@@ -28,7 +28,7 @@ from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.serving.source import open_source
-from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import DEPTHS, ShortlistConfig, ShortlistHead, budget, low_rank_factors
 from draftsmith.models.target import load_target
 from draftsmith.train import clusters, dynaspec, eagle, shortlists
 
@@ -281,6 +281,23 @@ def test_what_lists_keep(texts, kind, best):
     assert min(found.top10) > 0 and max(found.top10) < 1 and (max(found.dropped) > 0) == (kind == "dynaspec")
 
 
+def test_what_a_low_rank_list_keeps(texts):
+    """Each node's own candidates, by what its LM head reads."""
+    target, made, ids, tokens, supervised, _ = texts
+    drafts = eagle_drafts(made, target)
+    head = ShortlistHead(ShortlistConfig("low_rank", len(ids), (9, 4), rank=5, feature_size=32))
+    head.down, head.up = low_rank_factors(drafts.weight, 5)
+    recorded = record(drafts, tokens, supervised, 24, low_rank=True)
+    found, seen = kept(recorded, drafts.embed, head, chunk=5), []
+    with torch.no_grad():
+        for k, rollout in enumerate(drafts.run(tokens, supervised)):
+            torch.testing.assert_close(recorded.hidden[:, k], rollout.out)
+            scores = rollout.out @ (head.up @ head.down).T
+            inside = (scores.topk(9 if k == 0 else 4).indices == recorded.best[:, k, :1]).any(-1)
+            seen.append(float(inside[recorded.label[:, k] >= 0].double().mean()))
+    assert found.top1 == pytest.approx(seen, abs=1e-4) and found.tokens == [9, 4, 4, 4, 4, 4] and 0 < min(seen) < 1
+
+
 def test_a_drafter_of_fewer_tokens_than_are_recorded(make_target):
     target = make_target("llama")
     made = Eagle.for_target(target, 3, "own", 12)
@@ -453,6 +470,23 @@ def test_the_run_folder(whole, target, kind):
     results = SpeculativeDecoder(target, drafter).generate(prompts, 40)
     assert [r.tokens for r in results] == [r.tokens for r in SpeculativeDecoder(target).generate(prompts, 40)]
     assert sum(max(r.accepted) for r in results) > len(prompts), "nothing was drafted"
+
+
+def test_a_low_rank_list(train, target):
+    """The SVD of the LM head, with the drafter as its part; with full rank nothing is lost."""
+    wanted = "drafter.shortlist=low_rank", "drafter.candidates=30"
+    folder = train("low-rank", *wanted, "drafter.rank=99")
+    config, facts, weights = read(folder)
+    assert "drafter.rank=99: 32 is used, that of the LM head" in train.out and facts["steps"] == 0
+    assert (config["rank"], config["feature_size"], config["capacity"]) == (32, 32, [30] * 6)
+    torch.testing.assert_close(weights["up"] @ weights["down"], target.lm_head.weight.float(), atol=1e-4, rtol=1e-4)
+    assert min(facts["top1"]) > 0.99 and facts["simulated_tau"] == pytest.approx(facts["whole_simulated_tau"], rel=0.02)
+    assert min(read(train("lower-rank", *wanted, "drafter.rank=2"))[1]["top1"]) < 0.9
+    (folder / "tree.json").write_text(json.dumps({"paths": TREE.paths}))
+    _, drafter = load_drafter(str(folder), target, all_nodes=True)
+    prompts = [target.tokenizer(prompt)["input_ids"] for prompt in ("import os", "def read(path):")]
+    results = SpeculativeDecoder(target, drafter).generate(prompts, 40)
+    assert [r.tokens for r in results] == [r.tokens for r in SpeculativeDecoder(target).generate(prompts, 40)]
 
 
 def test_weights_in_bfloat16(train, run_main, tmp_path):

@@ -15,11 +15,12 @@ from training_runs import FORKED, Runs, become, before_call, both, make_batch, m
 from draftsmith.common.recipe import read_recipe
 from draftsmith.models.adapter import add_lora
 from draftsmith.models.artifact import write_drafter
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.ssm import model_of_layers
 from draftsmith.models.target import Target, load_target
-from draftsmith.train import boosting, dynaspec, eagle, lm, medusa, ssm
+from draftsmith.train import boosting, dflash, dynaspec, eagle, lm, medusa, ssm
 
 ROOT = Path(__file__).parents[2]
 STAGE = {"batch": {"sequences": 8, "accumulate": 2}, "optim": {"lr": 1e-2}, "steps": 6}
@@ -27,12 +28,14 @@ JOINT = {"lora": {"r": 4, "dropout": 0.1}, "head_weight": 0.1}
 TWO = [{"name": "medusa-1", **STAGE}, {"name": "medusa-2", **STAGE, "optim": {"lr": 1e-4}, "joint": JOINT}]
 ENSEMBLE = {"boost": {"tokens": 1, "min_prompts": 1, "unit": "segment"}}
 MAINS = {"medusa": medusa, "medusa2": medusa, "eagle": eagle, "eagle1": eagle, "ssm": ssm, "dynaspec": dynaspec}
+MAINS |= {"dflash": dflash}
 # The drafter's section, the stages, further sections.
 RECIPES = {
     "medusa": ({"num_draft_heads": 3}, [{"name": "heads", **STAGE}], {}),
     "medusa2": ({"num_draft_heads": 3, "projection": "shared"}, TWO, {"export": {"merged": True}}),
     "eagle": ({"version": 3, "unroll": 2}, [{"name": "eagle", **STAGE}], {}),
     "eagle1": ({"version": 1}, [{"name": "eagle", **STAGE}], {}),
+    "dflash": ({"block_size": 4, "num_layers": 1, "anchors": 5}, [{"name": "blocks", **STAGE}], {}),
     "ssm": ({"layers": [1], "draft_vocab_size": 80}, [{"name": f"ssm-{n}", **STAGE} for n in range(2)], ENSEMBLE),
     "dynaspec": ({"num_clusters": 20, "router_width": 32}, [{"name": "router", **STAGE}], {}),
 }
@@ -83,6 +86,10 @@ def modules_of(name, target):
     elif name == "ssm":
         module = ssm.Ssm(Target(model_of_layers(target, [0]), None, "", ""), target, None, "ce", frozen=True)
         begins = ("model.model.layers.", "model.model.norm.")
+    elif name == "dflash":
+        made = DFlash.for_target(target, block_size=4, num_layers=2, mask_token_id=60)
+        recipe = read_recipe("recipes/tiny-dflash.yaml", dflash.DflashRecipe, [])
+        module, begins = dflash.DFlashTraining(target, made, recipe), ("dflash.",)
     else:
         made = Eagle.for_target(target, 3, "own", fc_norm=True)
         recipe = read_recipe("recipes/tiny-eagle3.yaml", eagle.EagleRecipe, ["drafter.unroll=3"])
@@ -95,7 +102,7 @@ def modules_of(name, target):
     return module, begins
 
 
-@pytest.mark.parametrize("name", ["medusa", "medusa2", "eagle", "ssm"])
+@pytest.mark.parametrize("name", ["medusa", "medusa2", "eagle", "dflash", "ssm"])
 def test_only_the_drafter_trains_and_micro_batches_add_up(make_target, name):
     """The mean is over the step's labels, and each micro-batch has another number of them; one may have none."""
     target = make_target("llama", num_hidden_layers=3)
@@ -135,6 +142,7 @@ KILLS = {
     ("medusa2", "the second stage"): [(medusa.Medusa1, "count", 21)],
     ("eagle", "a step"): [(eagle.EagleTraining, "count", 9)],
     ("eagle1", "a step"): [(eagle.EagleTraining, "count", 9)],
+    ("dflash", "a step"): [(dflash.DFlashTraining, "count", 9)],
     ("ssm", "a round, and prompts are marked"): [(ssm.Ssm, "count", 8), (boosting, "greedy_ranks", 0)],
     ("lm", "the second stage"): [(lm.LanguageModel, "count", 18)],  # evaluations count too
 }
@@ -162,6 +170,7 @@ def test_a_killed_run_goes_on_bit_for_bit(trains, wholes, name, moment):
 # Where both of them are killed: the step after the second checkpoint, of an ensemble in its second stage.
 ON_TWO = {
     "eagle": (eagle.EagleTraining, "count", 9),
+    "dflash": (dflash.DFlashTraining, "count", 9),
     "ssm": (ssm.Ssm, "count", 21),
     "dynaspec": (dynaspec.RouterTraining, "count", 9),
 }
@@ -242,6 +251,14 @@ REFUSALS = [
     ("eagle", "data.train.0.answers.new_tokens=8", "must exceed the depth of simulated drafts + 1 = 8"),
     ("eagle", "drafter={version: 1, loss: lk}", "loss=lk is for version 3; EAGLE-1 has a regression and ce"),
     ("eagle", "precision.compile=true", "precision.compile: the positions that draft"),
+    ("dflash", "drafter.captured_layers=[1, 1]", "captured_layers: [1, 1] have to be different layers"),
+    ("dflash", "drafter.block_size=32", "answers.new_tokens must exceed drafter.block_size = 32"),
+    ("dflash", "drafter.mask_token_id=300", "drafter.mask_token_id=300: the target's ids are 0 to 299"),
+    ("dflash", "drafter.loss=lk", "loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too"),
+    ("dflash", "precision.compile=true", "precision.compile: the blocks are others in every step"),
+    ("dflash", "export.merged=true", "export.merged: no DFlash drafter changes the target"),
+    ("dflash", "init_from=HEADS", "its drafter_type is 'medusa', not 'dflash'"),
+    ("dflash", "data.train.0={source: x.jsonl, streaming: true}", "a streamed source is not searched for an unused"),
     ("ssm", "drafter.layers=[7]", "drafter.layers=[7]: the target has layers 0 to 1"),
     ("ssm", "drafter.layers=null", "name either 'base', a small causal LM, or 'layers' of the target"),
     ("ssm", "init_from=x", "SSMs begin from drafter.base or drafter.layers"),
@@ -253,6 +270,7 @@ REFUSALS = [
     ("dynaspec", "drafter.base=HEADS", "drafters of type 'medusa' take no shortlists; EAGLE drafters do"),
     ("dynaspec", "drafter.base=OWN & drafter.all_tokens=true", "has an LM head of its own; leave it out"),
     ("dynaspec", f"{LISTS} & drafter.num_clusters=301", "drafter.num_clusters=301: the drafter's LM head has 300 "),
+    ("dynaspec", "drafter.rank=8", "drafter.rank: for drafter.shortlist=low_rank alone; leave it out"),
     ("dynaspec", f"{LISTS} & drafter.positions=30", "drafter.positions=30: the training rows give "),
     ("dynaspec", f"{LISTS} & data.packing=true", "data.packing: "),
     ("dynaspec", f"{LISTS} & evaluate.decode=3", "evaluate.decode: evaluations of shortlists decode nothing"),

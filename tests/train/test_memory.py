@@ -10,7 +10,7 @@ from draftsmith.benchmarks.shapes import config_of
 from draftsmith.common.recipe import read_recipe
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.target import load_target
-from draftsmith.train import eagle, lm, loop, medusa, memory, ssm
+from draftsmith.train import dflash, eagle, lm, loop, medusa, memory, ssm
 from draftsmith.train.machine import Machine
 from draftsmith.train.memory import Micro, target_pass
 
@@ -20,6 +20,7 @@ RECIPES = {
     "eagle-3": (eagle, {"version": 3, "unroll": 5}, ["drafter.draft_vocab_size=200"]),
     "eagle-3, the target's LM head": (eagle, {"version": 3, "unroll": 3, "projection": "shared"}, []),
     "eagle-1": (eagle, {"version": 1}, []),
+    "dflash": (dflash, {"block_size": 4, "num_layers": 2, "anchors": 32}, []),
     "medusa": (medusa, {"num_draft_heads": 4, "num_layers": 2}, []),
     "medusa, the target's LM head": (medusa, {"num_draft_heads": 3, "projection": "shared"}, []),
     "medusa, one micro-batch": (medusa, {"num_draft_heads": 4}, ["stages.0.batch.accumulate=1"]),

@@ -25,7 +25,7 @@ class Shortlists(Section):
     base: Name | None = Field(default=None, description="the trained drafter, a folder or Hub id; null: --tiny alone")
     all_tokens: bool = Field(default=False, description="drop its draft vocabulary, where its LM head is the target's")
     shortlist: ShortlistKind = Field(
-        default="dynaspec", description="clusters and a router (dynaspec), or a list by frequency"
+        default="dynaspec", description="clusters and a router, a list by frequency, or the LM head's low-rank product"
     )
     num_clusters: Positive = Field(default=256, description="M")
     balanced: float | None = Field(
@@ -44,6 +44,8 @@ class Shortlists(Section):
     corpus: list[Source] | None = Field(
         default=None, description="fr_spec counts the tokens of these sources; null: of the training rows"
     )
+    rank: Positive = Field(default=64, description="of low_rank: r, of the LM head's truncated SVD")
+    candidates: Positive = Field(default=64, description="of low_rank: tokens of a node that the LM head's rows score")
 
 
 class DynaspecRecipe(DrafterRecipe):
@@ -60,6 +62,8 @@ class DynaspecRecipe(DrafterRecipe):
             raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
         if self.drafter.corpus and self.drafter.shortlist == "vocab_trim":
             raise ValueError("drafter.corpus: vocab_trim counts the training rows' answers; leave it out, or fr_spec")
+        if self.drafter.shortlist != "low_rank":
+            refuse_set(self, ("drafter.rank", "drafter.candidates"), "for drafter.shortlist=low_rank alone")
         if self.init_from:
             raise ValueError("init_from: shortlists begin from drafter.base; leave it out")
         if self.cache_hidden != "none":

@@ -21,7 +21,7 @@ from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.target import cache_argument
 
 PROMPT = [(7 * n * n + 3 * n) % 61 for n in range(70)]
-NAMES = list(compressed.OBSERVED)
+NAMES = [name for name in compressed.OBSERVED if name != "streamingllm16"]  # the first one with more sinks
 
 
 @pytest.fixture(autouse=True)
@@ -152,22 +152,25 @@ def test_snapkv_holds_what_the_definition_selects(make_target, monkeypatch, chun
     assert selected == 2 and whole >= 1
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_sinks_keep_their_distance_within_the_cache(make_target, family):
+@pytest.mark.parametrize(
+    "family, selector, sinks",
+    [("llama", "streamingllm", 4), ("gpt_neox", "streamingllm", 4), ("llama", "streamingllm16", 16)],
+)
+def test_sinks_keep_their_distance_within_the_cache(make_target, family, selector, sinks):
     """A sink's key is that of its token at the position that is as far from the window as in the cache, which in the
     first layer depends on token and position alone."""
     target = make_target(family)
-    drafter, _ = decoded(target, ("streamingllm", 20), [PROMPT], 4)
+    drafter, _ = decoded(target, (selector, 20), [PROMPT], 4)
     assert drafter.selections == [(0, len(PROMPT))]
     for _, length, count, own, full, text in drafter.seen:
         moved = len(PROMPT) - 20
-        keys = first_layer_keys(target, text[: compressed.SINKS], moved)
-        torch.testing.assert_close(own[0][0][:, : compressed.SINKS], keys, atol=1e-5, rtol=1e-4)
-        assert not torch.allclose(own[0][0][:, : compressed.SINKS], full[0][0][:, : compressed.SINKS], atol=1e-3)
-        assert torch.equal(own[0][1][:, : compressed.SINKS], full[0][1][:, : compressed.SINKS])  # values
-        recent = range(length - count + compressed.SINKS, length)
+        keys = first_layer_keys(target, text[:sinks], moved)
+        torch.testing.assert_close(own[0][0][:, :sinks], keys, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(own[0][0][:, :sinks], full[0][0][:, :sinks], atol=1e-3)
+        assert torch.equal(own[0][1][:, :sinks], full[0][1][:, :sinks])  # values
+        recent = range(length - count + sinks, length)
         for mine, all_ in zip(own[0], full[0], strict=True):
-            assert torch.equal(mine[:, compressed.SINKS : count], all_[:, recent.start : recent.stop])
+            assert torch.equal(mine[:, sinks:count], all_[:, recent.start : recent.stop])
 
 
 def first_layer_keys(target, tokens, start):
@@ -321,11 +324,11 @@ def test_names():
 
 
 def test_what_cannot_be_is_refused(make_target, monkeypatch):
-    for name, entries, least in (("snapkv", 4, 5), ("streamingllm", 4, 5), ("topk", 1, 2)):
+    for name, entries, least in (("snapkv", 4, 5), ("streamingllm", 4, 5), ("streamingllm16", 16, 17), ("topk", 1, 2)):
         with pytest.raises(ValueError, match=f"{name}:{entries}: at least {least} entries"):
             Selector(name, entries)
         Selector(name, least)
-    with pytest.raises(ValueError, match="must be one of streamingllm, snapkv, topk"):
+    with pytest.raises(ValueError, match="must be one of streamingllm, streamingllm16, snapkv, topk"):
         Selector("quest", 64)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     longer = make_target("llama", rope_parameters=rope)

@@ -6,11 +6,13 @@ from functools import partial as of
 import lossless_suite as suite
 import pytest
 import torch
+from blocks import fitted_block
 from eagles import TREES, fitted, untrained
 from tiny_models import SPARSE, noisy_heads, perturbed, random_shortlists, random_starts, some_ids
 
 from draftsmith.inference.drafters import compressed as compression
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -55,13 +57,18 @@ def likely_heads(_, target, ids=False):
     return MedusaDrafter(made, DynamicShape(2, 3, 10), target)
 
 
+def block(make_target, target, ids=False):
+    return DFlashDrafter(fitted_block(target, make_target, ids), TREE, target, ACCEPTANCES)
+
+
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
     ssm = perturbed(target, noise, vocabulary)
     return DraftModelDrafter(ssm, target, tree, draft_vocab=some_ids(target) if ids else None, **options)
 
 
-def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False):
-    return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree])
+def eagle(make_target, target, tree="sparse", kind="eagle3", ids=False, entries=0):
+    selector = Selector("streamingllm", entries) if entries else None
+    return EagleDrafter(fitted(target, make_target, kind, ids), target, TREES[tree], selector=selector)
 
 
 def one_pass(make_target, target, tree="sparse", ids=False):
@@ -127,9 +134,12 @@ EXACT = {
     "EAGLE-1": (DEEPER, ALL),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
+    "EAGLE-3 over a window": (of(eagle, entries=12), (STATIC, COUPLED, GREEDY)),
+    "EAGLE-3's dynamic tree over a window": (of(eagle, tree="dynamic", entries=12), (WARM_UP, GREEDY)),
     "P-EAGLE": (of(one_pass, ids=True), ALL),
     "P-EAGLE's dynamic tree": (of(one_pass, tree="dynamic"), (STATIC, COUPLED, GREEDY)),
     "P-EAGLE and n-grams": (merged(of(one_pass, tree="dynamic"), of(ngram)), (COUPLED, GREEDY)),
+    "DFlash": (of(block, ids=True), ALL),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -142,6 +152,7 @@ EXACT = {
     "heads and n-grams": (merged(HEADS, of(ngram)), ALL),
     "heads in dynamic trees and n-grams": (merged(of(likely_heads), of(ngram)), (STATIC, COUPLED, GREEDY)),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
+    "DFlash and n-grams": (merged(of(block), of(ngram)), (GREEDY, COUPLED)),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
 # Whose trees are cut for a whole batch, or depend on its costs.
@@ -155,7 +166,7 @@ BY_BATCH = {
     "a draft model and n-grams by cost": (merged(MODEL, of(ngram), nodes=4, costs=COSTS), (GREEDY, COUPLED)),
 }
 CASES = [(name, check) for name, (_, checks) in (EXACT | BY_BATCH).items() for check in checks]
-DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3}
+DEPTHS = {"n-grams": 4, "a draft model's chain": 4, "a draft model's tree": 3, "EAGLE-1": 3, "EAGLE-3": 3, "DFlash": 3}
 
 
 @pytest.mark.parametrize("name, check", CASES)
@@ -190,6 +201,7 @@ LISTS = {
     "static": {"shortlist": "fr_spec", "capacity": (4, 2, 1)},
     "routed": {"shortlist": "dynaspec", "capacity": (3,), "clusters": (2,)},
     "by depth": {"shortlist": "dynaspec", "capacity": (3, 2), "clusters": (2, 1)},
+    "low rank": {"shortlist": "low_rank", "capacity": (2,), "rank": 3, "feature_size": 32},
 }
 # The drafter, the sampling parameters, whether steps are static.
 SAMPLED = {
@@ -216,6 +228,7 @@ SAMPLED = {
     "FR-Spec": (of(small_eagle, tree=(1, 1, 1), ids=True, lists=LISTS["static"]), "cut", False),
     "DynaSpec": (of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), "plain", True),
     "DynaSpec, i.i.d.": (of(small_eagle, tree=(2, 2), draws="iid", lists=LISTS["by depth"]), "plain", False),
+    "low rank": (of(small_eagle, tree=(2, 1), lists=LISTS["low rank"]), "plain", True),
     "DynaSpec and n-grams": (
         merged(of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), of(ngram, depth=2), nodes=12), "plain", False
     ),

@@ -20,7 +20,7 @@ from draftsmith.inference.measure.rollouts import eagle_drafts, record
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.eagle import Eagle
-from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget
+from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead, budget, low_rank_factors
 from draftsmith.models.target import Target
 
 TREES = {"fixed": (3, 2, 1), "dynamic": DynamicShape(3, 3, 9)}
@@ -38,6 +38,7 @@ LISTS = {
     "dynaspec, nearly all tokens": ("dynaspec", "fixed", 0.9),
     "dynaspec, all tokens": ("dynaspec", "fixed", 1.0),
     "fr_spec, all tokens": ("fr_spec", "fixed", 1.0),
+    "low_rank": ("low_rank", "position_aware", 0.2),
 }
 
 
@@ -47,7 +48,10 @@ def shortlist(eagle: Eagle, target: Target, name: str) -> ShortlistHead:
     outputs = eagle.config.outputs
     capacity = [max(3, tokens) for tokens in budget(int(outputs * share), schedule)]
     if kind != "dynaspec":
-        return random_shortlists(ShortlistConfig(kind, outputs, tuple(capacity)))
+        sizes = (
+            {"rank": 4, "feature_size": eagle.draft_head(target.lm_head).weight.shape[1]} if kind == "low_rank" else {}
+        )
+        return random_shortlists(ShortlistConfig(kind, outputs, tuple(capacity), **sizes))
     wanted = max(5, int(CLUSTERS * share))
     sizes = {"embedding_size": target.hidden_size, "feature_size": eagle.config.hidden_size}
     sizes |= {"clusters": budget(wanted, schedule), "num_clusters": CLUSTERS, "router_width": 8}
@@ -107,17 +111,19 @@ class Watched(KeepsTexts, EagleDrafter):
         depth = len(self.lists)
         self.lists.append([set(row) - {-1} for row in listed.tolist()])
         for row in self.texts:
-            assert self.lists[-1][row] == self.expected(row, depth), f"row {row}, depth {depth}"
+            assert self.lists[-1][row] == self.expected(row, depth, hidden), f"row {row}, depth {depth}"
             assert len(self.lists[-1][row]) == int((~padding[row]).sum()), "a token twice"
             self.seen[depth, len(self.lists[-1][row])] += 1
         return logits, ids
 
-    def expected(self, row: int, depth: int) -> set[int]:
+    def expected(self, row: int, depth: int, read: torch.Tensor) -> set[int]:
         """The list of a level, in plain Python."""
         head, ids, scores = self.shortlists.shortlist, self.eagle.draft_vocab, None
         if head.router is not None:
             nodes, hidden = self.asked[depth]
             scores = head.router(self.embed(nodes[row]), hidden[row], depth).amax(0)
+        if head.low_rank:
+            scores = read[row] @ head.down.t() @ head.up.t()
         ids = torch.arange(self.eagle.config.outputs) if ids is None else ids
         return {*listed_tokens(head, ids, depth, scores, self.seen)}
 
@@ -220,6 +226,31 @@ def test_the_router_reads_what_it_is_trained_on(make_target, target, plain, kind
     assert float((scores - other).abs().amax(-1).amin()) > 1e-2, "depths could not be told apart"
 
 
+def test_full_rank_drafts_what_the_whole_head_drafts(make_target, target, plain):
+    """With as many candidates as a node has children; with a lower rank another tree. Rescored logits are the whole
+    head's, which `Watched` compares."""
+    eagle = fitted(target, make_target, "eagle3", draft_vocab=True)
+    weight, trees = eagle.draft_head(target.lm_head).weight, []
+    for rank in (0, weight.shape[1], 1):
+        lists = None
+        if rank:
+            config = ShortlistConfig("low_rank", len(weight), (3,), rank=rank, feature_size=weight.shape[1])
+            lists = ShortlistHead(config)
+            lists.down, lists.up = low_rank_factors(weight.detach(), rank)
+        drafter = (Watched if rank else EagleDrafter)(eagle, target, TREES["fixed"], shortlist=lists)
+        drafted, propose = [], drafter.propose
+
+        def noting(state, propose=propose, drafted=drafted):
+            tree = propose(state)
+            drafted.append(tree.tokens.tolist())
+            return tree
+
+        drafter.propose = noting
+        assert [result.tokens for result in decoded(target, drafter, 3, False)] == plain
+        trees.append(drafted)
+    assert trees[0] == trees[1] != trees[2]
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_lists_of_fewer_tokens_than_children(make_target, target, plain, tree):
     """Clusters of one and two tokens: alone and merged, greedily and by sampling."""
@@ -269,6 +300,9 @@ def test_heads_that_do_not_fit():
         Shortlists(lists, torch.nn.Linear(4, 8), None)
     with pytest.raises(ValueError, match="quantised or no plain matrix"):
         Shortlists(lists, torch.nn.Identity(), None)
+    lists = random_shortlists(ShortlistConfig("low_rank", 9, (4,), rank=2, feature_size=5))
+    with pytest.raises(ValueError, match="factors read 5 numbers, and the LM head reads 4; train the shortlists again"):
+        Shortlists(lists, torch.nn.Linear(4, 9), None)
 
 
 # ---- what every drafter has to pass

@@ -11,13 +11,13 @@ import pytest
 import torch
 from eagles import TREES, fitted
 from lossless_suite import STARTS, check_coupled, check_greedy, phrases
-from tiny_models import PATHS, RATES, noisy_heads
+from tiny_models import PATHS, RATES, noisy_heads, perturbed
 
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter, open_drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.engine.budget import FEWEST, RETRY, REVIEW, REVIEWS, STEPS, Budget
+from draftsmith.inference.engine.budget import FEWEST, RETRY, REVIEW, REVIEWS, STEPS, UNKNOWN, Budget, TypicalBudget
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.static_budget import LATEST_OF_SIZE, RETIMED, ROOT, WHOLE, StaticBudget, StepSize
 from draftsmith.inference.engine.step import why_no_graph
@@ -26,7 +26,7 @@ from draftsmith.inference.measure.step_costs import StepClock, StepCosts
 from draftsmith.inference.trees.independent import RankTree
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
-from draftsmith.inference.verify.tree import Topology
+from draftsmith.inference.verify.tree import StaticTree, Topology
 
 PROMPTS = [[7, 3, 19, 44, 5, 3, 28, 11, 50, 2, 33], [9], [58, 1, 30, 12], [21, 6, 17, 40, 8]]
 
@@ -435,6 +435,66 @@ def test_bounds_that_cannot_be_kept(make_target):
     drafter.clock = None
     with pytest.raises(ValueError, match="unless all nodes are asked for"):
         static.generate([[5]], 3, max_draft_nodes=4)
+
+
+# ---- typical acceptance, whose texts choose their nodes
+
+
+@pytest.mark.parametrize("cached", [128, 20_000])
+def test_typical_nodes_are_those_of_each_row(cached):
+    """By brute force: as many of a row's likeliest nodes as are fastest for it alone; its other nodes are padding."""
+    rng, shape, counts = random.Random(cached), StaticTree(Topology(PATHS).parents, torch.device("cpu")), Counter()
+    for case in range(30):
+        costs = StepCosts({1: 1.0, 12: rng.choice((1.1, 2, 4))}, per_key=1e-6, per_key_and_node=1e-6)
+        acceptance = [[1.0] for _ in range(3)]
+        for row, above in itertools.product(acceptance, shape.parent[0, 1:].tolist()):
+            row.append(row[above] * rng.random())
+        source = torch.ones(3, 12, dtype=torch.int64)
+        tree = shape.fill(torch.randint(61, (3, 12)), source, torch.tensor(acceptance))
+        texts = torch.full((3,), cached), torch.tensor([True, True, case % 2 == 0])
+        pruned, numbers = TypicalBudget(costs.seconds, 12).prune(tree, *texts)
+        for row, active in enumerate(texts[1].tolist()):
+            drafting = UNKNOWN * costs.seconds(1, cached // 64 * 64, 1)
+            ranked = sorted(acceptance[row], reverse=True)
+            speeds = [
+                sum(ranked[:n]) / (costs.seconds(1, cached // 64 * 64, n) + drafting * (n > 1)) for n in range(1, 13)
+            ]
+            best = speeds.index(max(speeds)) + 1 if active else 1
+            own = numbers[row][pruned.valid[row]].tolist()
+            assert {*own} == {*sorted(range(12), key=lambda node, row=row: -acceptance[row][node])[:best]}
+            assert pruned.tokens[row][pruned.valid[row]].tolist() == tree.tokens[row, own].tolist()
+            assert torch.equal(pruned.source[row] > 0, pruned.valid[row])
+            counts[best] += active
+    assert len(counts) > 4
+
+
+@pytest.mark.parametrize("kind", ["heads", "merged"])
+def test_typical_texts_follow_from_the_text_alone(make_target, monkeypatch, kind):
+    """Beside other texts, in any order, and however long steps take: a row has the text that it has alone. Whole trees
+    have another one; where nothing pays, it is greedy decoding's, and heads are not asked."""
+    monkeypatch.setattr(StepClock, "now", lambda self: random.random())
+    target, asked = make_target("llama"), []
+    requests = [Request(prompt, 24, Sampling(0.8, epsilon=0.03), frozenset()) for prompt in PROMPTS]
+
+    def texts(costs, rows=1, order=range(4)):
+        drafter = drafter_of(target) if kind == "heads" else DraftModelDrafter(target, perturbed(target), [2, 1, 1])
+        if kind == "merged":
+            drafter = MergedDrafter({"draft": drafter, "ngram": NgramDrafter(target, min_match=1)}, target, 16)
+        propose, drafter.costs = drafter.propose, costs
+        asked.clear()
+        drafter.propose = lambda state: asked.append(state) or propose(state)
+        found = SpeculativeDecoder(target, drafter, static=False).serve(
+            [requests[n] for n in order], rows, mode="typical"
+        )
+        return {n: result.tokens for n, result in zip(order, found, strict=True)}
+
+    some = StepCosts({1: 1.0, 4: 1.3, 12: 4.0})
+    alone, whole = texts(some), texts(None)
+    assert alone == texts(some, 2) == texts(some, 3, [3, 1, 0, 2]) and alone != whole
+    assert texts(StepCosts({1: 1.0, 64: 1.0 + 1e-9})) == whole, "all nodes pay"
+    greedy = SpeculativeDecoder(target).serve(requests, 1)
+    assert [*texts(StepCosts({1: 1.0, 2: 9.0})).values()] == [result.tokens for result in greedy]
+    assert kind != "heads" or len(asked) == 1
 
 
 # ---- static steps

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import untrained_block
 from eagles import untrained
 from lossless_suite import CaptureSimulation, caches, simulate_capture
 from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -150,6 +152,8 @@ def shortlist(target: Target, kind: str) -> ShortlistHead:
     """Lists of 12, 9 and 8 tokens of the whole vocabulary."""
     if kind == "fr_spec":
         return random_shortlists(ShortlistConfig(kind, 61, (12, 9, 8)))
+    if kind == "low_rank":
+        return random_shortlists(ShortlistConfig(kind, 61, (12, 9, 8), rank=4, feature_size=32))
     sizes = {"num_clusters": 8, "router_width": 8, "embedding_size": 32, "feature_size": 32}
     config = ShortlistConfig(kind, 61, (12, 9, 8), clusters=(3, 2, 2), **sizes)
     return random_shortlists(config, [0, 3, 9, 14, 20, 31, 44, 50, 61])
@@ -181,6 +185,8 @@ MAKE: dict[str, Callable[[Target], Drafter]] = {
     "eagle i.i.d.": lambda t: eagle(t, (2, 2), "normed", draws="iid"),
     "dynaspec": lambda t: eagle(t, SPARSE, shortlist=shortlist(t, "dynaspec")),
     "dynamic fr-spec": lambda t: eagle(t, DynamicShape(4, 3, 12), shortlist=shortlist(t, "fr_spec")),
+    "low rank": lambda t: eagle(t, SPARSE, shortlist=shortlist(t, "low_rank")),
+    "dflash": lambda t: DFlashDrafter(untrained_block(t), Topology(PATHS), t, RATES),
     "draft model": lambda t: DraftModelDrafter(t, t, SPARSE, draft_vocab=some(t)),
     "ssms": lambda t: MergedDrafter(ssms(t), t, 8),
     "ngram": lambda t: NgramDrafter(t, min_match=1, depth=4),

@@ -5,12 +5,14 @@ import random
 
 import pytest
 import torch
+from blocks import fitted_block
 from conversing import NONE, SYSTEM, USERS, converse
 from eagles import fitted
 from lossless_suite import phrases, plain_texts
 from tiny_models import noisy_heads, perturbed
 
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
@@ -34,6 +36,8 @@ def make(name, target, make_target):
         return PlainDrafter(target.device), 0
     if name == "medusa":
         return MedusaDrafter(noisy_heads(target, 2), TREE, target), 0
+    if name == "dflash":
+        return DFlashDrafter(fitted_block(target, make_target), TREE, target), 0
     if name == "ngram":
         return NgramDrafter(target, depth=4), 0
     if name == "eagle":
@@ -46,7 +50,7 @@ def make(name, target, make_target):
     return MergedDrafter(parts | {"eagle": make("eagle", target, make_target)[0]}, target, 9), None
 
 
-NAMES = ["plain", "medusa", "ngram", "eagle", "model", "snapkv", "merged"]
+NAMES = ["plain", "medusa", "dflash", "ngram", "eagle", "model", "snapkv", "merged"]
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -625,3 +625,38 @@ def test_typical_acceptance_by_its_formula():
         assert int(verdict.bonus[row]) == int(p[row, best[2]].argmax())
         lengths.append(best[0])
     assert set(lengths) == {0, 1, 2}
+
+
+def test_typical_texts_depend_on_the_nodes_of_the_path_alone():
+    """Algorithms.md §6.1: of each part of a tree, the verdict is the whole tree's if it has the accepted path, and else
+    a shorter or less likely path, after which another text may follow."""
+    torch.manual_seed(0)
+    topology = Topology(((0,), (0, 0), (1,), (1, 0), (2,)))
+    rows, vocabulary, others = 200, 4, 0
+    tokens, p = torch.randint(vocabulary, (rows, 6)), (torch.randn(rows, 6, vocabulary) * 2).softmax(-1)
+    shape = StaticTree(topology.parents, CPU)
+
+    def texts(nodes):
+        part = shape.part(nodes)
+        tree = part.fill(tokens[:, nodes])
+        verdict = verify_typical(tree, tree.mask, p[:, nodes], 2, epsilon=0.2, delta=0.45)
+        lengths = verdict.length.tolist()
+        paths = [
+            [nodes[node] for node in path[: n + 1]] for path, n in zip(verdict.path.tolist(), lengths, strict=True)
+        ]
+        committed = [tokens[row, path[1:]].tolist() for row, path in enumerate(paths)]
+        return paths, [[*text, bonus] for text, bonus in zip(committed, verdict.bonus.tolist(), strict=True)]
+
+    whole_paths, whole_texts = texts([*range(6)])
+    for size in range(5):
+        for chosen in itertools.combinations(range(1, 6), size):
+            nodes = [0, *chosen]
+            if any(topology.parents[node] not in nodes for node in chosen):
+                continue
+            for row, (path, text) in enumerate(zip(*texts(nodes), strict=True)):
+                if {*whole_paths[row]} <= {*nodes}:
+                    assert path == whole_paths[row] and text == whole_texts[row]
+                else:
+                    assert len(path) <= len(whole_paths[row]) and path != whole_paths[row]
+                    others += any(a != b for a, b in zip(text, whole_texts[row], strict=False))
+    assert others > 100, "other tokens, not the same ones later"

@@ -4,8 +4,11 @@ import pytest
 import torch
 from bounds import assert_within, product_bound
 from cases import DTYPES, in_a_graph, spread
+from tiny_models import random_shortlists, random_starts
 
+from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.kernels.backend import why_not_triton
+from draftsmith.kernels.head_topk import tokens_at
 from draftsmith.kernels.shortlist_linear import (
     pack_shortlist,
     shortlist_logits,
@@ -13,6 +16,7 @@ from draftsmith.kernels.shortlist_linear import (
     shortlist_topk,
     shortlist_topk_reference,
 )
+from draftsmith.models.shortlist import ShortlistConfig
 
 PLAIN = why_not_triton(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")) is not None
 
@@ -87,7 +91,39 @@ def test_ties_go_to_the_first(capacity, tokens, device):
     values, found = shortlist_topk(features, weight, rows, ids, tokens)
     wanted_values, wanted = shortlist_topk_reference(features, weight, rows, ids, tokens)
     assert torch.equal(values, wanted_values)
+    log_q, _ = shortlist_topk(features, weight, rows, ids, tokens, log_q=True)
+    torch.testing.assert_close(log_q, shortlist_topk_reference(features, weight, rows, ids, tokens, log_q=True)[0])
     assert PLAIN or torch.equal(found, wanted), "PyTorch's topk breaks ties in no documented order"
+
+
+CONFIGS = {
+    "fr_spec": ShortlistConfig("fr_spec", 90, (70,)),
+    "dynaspec": ShortlistConfig("dynaspec", 90, (50,), (3,), 9, 8, 6, 16),
+    "low_rank": ShortlistConfig("low_rank", 90, (20,), rank=3, feature_size=16),
+    "low_rank, few": ShortlistConfig("low_rank", 90, (6,), rank=3, feature_size=16),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoding_takes_the_kernel(name, device):
+    """A level's best tokens, their order and ties are those of its logits, most of which tie, and no logits are written
+    for them; noise, a bias, and where no kernel runs leave it to them."""
+    head, starts = torch.nn.Linear(16, 90, bias=False, device=device).requires_grad_(False), random_starts(9, 90)
+    head.weight.copy_(torch.randint(-1, 2, (90, 16)))
+    lists = Shortlists(random_shortlists(CONFIGS[name], starts), head, torch.randperm(90).to(device))
+    lists.allocate(static=False)
+    read = torch.randint(-1, 2, (2, 3, 16), device=device).float()
+    lists.choose(torch.randn(2, 3, 6, device=device), torch.randn(2, 3, 16, device=device), 0)
+    logits, tokens = lists.logits(read)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[..., :5]
+    lists.logits = None
+    found = lists.topk(read, 5)
+    assert (found is None) == PLAIN
+    if found is not None:
+        torch.testing.assert_close(found[0], logits.log_softmax(-1).gather(2, order), atol=1e-5, rtol=1e-5)
+        assert torch.equal(found[1], tokens_at(order, tokens))
+    lists.bias = torch.zeros(90, device=device)
+    assert lists.topk(read, 5) is None
 
 
 def test_negative_logits_of_a_shortlist_with_padding(device):
