@@ -33,6 +33,7 @@ from draftsmith.inference.measure.tree_statistics import (
     MAX_RANK,
     accuracy,
     block_choices,
+    candidates,
     chained_ranks,
     eagle_choices,
     eagle_ranks,
@@ -151,11 +152,16 @@ def _of_one_pass(
 def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as there are drafts."""
     made = DFlash.from_artifact(config, weights, str(folder))
-    return _of_one_pass(
+
+    def facts(ranks: Tensor) -> dict[str, Any]:
+        return {"candidates": candidates(ranks[:, :, 0]), "accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
+
+    own = _of_one_pass(
         made.config.num_draft_heads,
         lambda target, tokens, marks: block_choices(target, made.to(target.device), tokens, marks),
         lambda tree, target, confidence: DFlashDrafter(deepcopy(made), tree, target, confidence=confidence),
     )
+    return replace(own, facts=facts)
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
