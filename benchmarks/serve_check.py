@@ -97,6 +97,7 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.models.artifact import provenance
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.files.locate import locate
 from draftsmith.models.files.weights import save_tensors
@@ -280,10 +281,11 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         )
     parts = [Path(name).name, args.to, *([args.server] if args.server not in ("vllm", args.to) else [])]
     folder = args.out / "-".join([*parts, *(["damaged"] if args.damage else [])])
-    if isinstance(source.drafter, MedusaHeads):
-        method, tokens = "medusa", source.drafter.config.num_draft_heads
+    made = source.drafter
+    if isinstance(made, MedusaHeads | DFlash):
+        method, tokens = "medusa" if isinstance(made, MedusaHeads) else "dflash", made.config.num_draft_heads
     else:
-        method, tokens = "eagle3" if source.drafter.config.version == 3 else "eagle", args.tokens
+        method, tokens = "eagle3" if made.config.version == 3 else "eagle", args.tokens
     export(source, args.to, folder, speculative_tokens=tokens)
     if args.damage:
         damage(folder, args.damage, source.target_config.get_text_config().num_hidden_layers)

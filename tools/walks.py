@@ -22,11 +22,11 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 42_600,
-    "lines of Python in tests": 49_000,
-    "lines of Python in benchmarks": 13_000,
+    "lines of Python in the product": 42_550,
+    "lines of Python in tests": 48_600,
+    "lines of Python in benchmarks": 12_950,
     "files that inference/engine/engine.py needs": 54,
-    "lines of these files": 13_200,
+    "lines of these files": 12_900,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
     "files from decode.py to the first committed token": 61,

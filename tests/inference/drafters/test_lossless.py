@@ -127,7 +127,7 @@ HEADS, MODEL, DEEPER, NGRAM = of(heads), of(model), of(eagle, tree="chain", kind
 EXACT = {
     "n-grams": (NGRAM, ALL),
     "heads of a draft vocabulary": (of(heads, ids=True), (COUPLED, APART)),
-    "heads in dynamic trees": (of(likely_heads), ALL),
+    "heads in dynamic trees": (of(likely_heads), (STATIC, WARM_UP, COUPLED, APART)),
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1), noise=0.1), ALL),
     "a draft model's tree": (of(model, tree=SPARSE, noise=0.1), ALL),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), (GREEDY, COUPLED)),
