@@ -13,10 +13,12 @@ import contextlib
 import gc
 import importlib.util
 import io
+import re
 import shutil
 import signal
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,15 @@ LONGEST_FILES = ("test_interpreted.py", "test_recipes_for_real.py", "test_readme
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no process waits for the one that runs them."""
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests with some marker are asked for, files that do not name it are not imported."""
+    asked = config.option.markexpr
+    if not asked or collection_path.suffix != ".py" or eval(asked, {}, defaultdict(bool)):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(f"mark.{name}" in text for name in re.findall(r"\w+", asked)) else True
 
 
 imported = 0  # modules, when what there was was frozen

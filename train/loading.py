@@ -117,7 +117,9 @@ def loading(
         raise _died(str(error).split(". ")[0]) from None
     finally:
         if workers:
-            loaded._shutdown_workers()  # an exception's frames would keep it, and with it the workers
+            # An exception's frames would keep it, and with it the workers. Of one that dies now, torch raises here.
+            with contextlib.suppress(RuntimeError):
+                loaded._shutdown_workers()
 
 
 def _workers(batches: MicroBatches, numbers: range, ahead: int, device: torch.device) -> int:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from draftsmith.inference.engine import prompts as prompting
@@ -21,7 +22,7 @@ LONGEST_WAIT = 0.1  # seconds that a row is free while texts wait for others to 
 FEWEST_ON_GPU = 32
 
 
-@dataclass
+@dataclass(eq=False)  # compared by identity, since rows are counted at the end of each text
 class Text:
     """A request that is being decoded."""
 
@@ -127,26 +128,27 @@ class Queue:
         if self.busy and number_free < self.refill and time.perf_counter() - self.free_since < LONGEST_WAIT:
             return
         taken = {prompt.row for prompt, _ in self.prompts}
-        free = [row for row, text in enumerate(self.texts) if text is None and row not in taken]
-        while free:
+        free = np.array([row for row, text in enumerate(self.texts) if text is None and row not in taken], np.int64)
+        while len(free):
             text = self._next_text()
             if text is None:
-                self.step.prefill.forget(free)
+                self.step.prefill.forget(free.tolist())
                 break
             self.step.first_rows.use(self.step.rows)
             prompt = self._place(text.request, free)
-            free.remove(prompt.row)
+            free = free[free != prompt.row]
             self.prompts.append((prompt, text))
 
-    def _place(self, request: Request, free: list[int]) -> Prompt:
+    def _place(self, request: Request, free: np.ndarray) -> Prompt:
         """A request's prompt in a free row: the one that holds most of its first tokens. If another row holds more of
         them, or will, they are copied to the row that holds least."""
         prefill, prefixes = self.step.prefill, self.step.prefill.prefixes
-        row = min(free, key=lambda row: prefixes.held[row])
+        row = int(free[prefixes.held[free].argmin()])
         prompt = Prompt(row, request.prompt, request.sampling)
-        if self.step.drafter.reuses and request.prompt_logprobs is None:
+        reuses = self.step.drafter.reuses and request.prompt_logprobs is None
+        if reuses and len(request.prompt) >= REUSED_LEAST:
             common, shared = prefixes.shared(request.prompt, prefill.alone)
-            best, of_free = int(shared.argmax()), max(free, key=lambda row: shared[row])
+            best, of_free = int(shared.argmax()), int(free[shared[free].argmax()])
             if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
                 prompt.row = of_free
                 self._ask_logprobs(of_free, request)

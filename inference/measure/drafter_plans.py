@@ -85,7 +85,7 @@ def candidates(
         _, drafter = open_named(name, target, None, "auto", {})
         if isinstance(drafter, DraftModelDrafter) and drafter.num_nodes == drafter.max_depth + 1:
             found += _of_draft_model(name, drafter, target, caches)
-        elif isinstance(drafter, EagleDrafter):
+        elif isinstance(drafter, EagleDrafter) and max(folder_of(name)[2] or (1,)) == 1:
             found += _of_eagle(name, drafter, caches)
         else:
             raise ValueError(
@@ -124,18 +124,21 @@ def _of_draft_model(
 
 
 def _of_eagle(name: str, drafter: EagleDrafter, caches: Sequence[Selector]) -> list[Candidate]:
-    """Chains, and unless the name gives one its own tree."""
+    """Chains, and unless the name gives one its own tree; of a drafter of one pass over its whole cache alone."""
     folder, given, children = folder_of(name)
     found: list[Candidate] = []
-    for cache in [Selector(*given)] if given else [None, *(each for each in caches if each.sinks)]:
+    in_one_pass = drafter.eagle.config.parallel
+    lengths = [len(children)] if children else ALL[: in_one_pass or MOST]
+    others = [] if in_one_pass else [each for each in caches if each.sinks]
+    for cache in [Selector(*given)] if given else [None, *others]:
 
         def chain(drafts: int, cache: Selector | None = cache) -> Drafter:
             return drafter.with_tree((1,) * drafts, selector=cache)
 
         def tree(drafts: int, cache: Selector | None = cache) -> Drafter:
-            return drafter.with_tree(drafter.tree, selector=cache)
+            return drafter if cache == drafter.selector else drafter.with_tree(drafter.tree, selector=cache)
 
-        found.append(Candidate(_named(folder, cache), chain, [len(children)] if children else ALL, cache))
+        found.append(Candidate(_named(folder, cache), chain, lengths, cache))
         if not children:
             found.append(Candidate(_named(folder, cache), tree, [drafter.max_depth], cache, own_tree=True))
     return found

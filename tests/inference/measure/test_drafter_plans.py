@@ -15,6 +15,7 @@ from draftsmith.inference import planner
 from draftsmith.inference.drafters.compressed import CompressedDrafter, Selector
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.parallel_eagle import drafter_of
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import PlainDrafter
 from draftsmith.inference.measure import drafter_plans
@@ -217,3 +218,13 @@ def test_drafters_that_cannot_be_planned_are_refused(run_main, run_decode, tiny_
         assert "plans are of chains of" in error_of(plan(name, script="inference/planner.py"))
     said = "only an EAGLE drafter takes what follows the folder"
     assert said in error_of(run_decode(f"{drafter},streamingllm:64 --prompt a"))
+
+
+def test_a_drafter_of_one_pass_is_planned_over_all_pairs(kinds, monkeypatch):
+    """With chains of as many tokens as it drafts, and its own tree."""
+    target, _ = kinds
+    own = drafter_of(untrained(target, "parallel"), target, (2, 1))
+    monkeypatch.setattr(drafter_plans, "open_named", lambda *given: (target, own))
+    chosen = drafter_plans.candidates(target, ["runs/p"], ["streamingllm"], [K])
+    assert [(each.name, list(each.drafts)) for each in chosen[1:]] == [("runs/p", [1, 2, 3]), ("runs/p", [2])]
+    assert [each.make(2).num_nodes for each in chosen] == [3, 3, 5]

@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from bounds import assert_within, attention_bound
@@ -35,11 +34,10 @@ def product_by_halves(builder, a, b, d, *options):
     own place, as it does in the BLAS that NumPy calls."""
     from triton.runtime.interpreter import TensorHandle
 
-    terms = a.data.astype(d.data.dtype)[:, :, None] * b.data.astype(d.data.dtype)[None]
-    while terms.shape[1] > 1:
-        left, right = np.split(terms, 2, axis=1)
-        terms = left + right
-    return TensorHandle(terms[:, 0] + d.data, d.dtype.scalar)
+    terms = a.data.astype(d.data.dtype).T[:, :, None] * b.data.astype(d.data.dtype)[:, None]
+    while len(terms) > 1:
+        terms = terms[: len(terms) // 2] + terms[len(terms) // 2 :]
+    return TensorHandle(terms[0] + d.data, d.dtype.scalar)
 
 
 @pytest.fixture(autouse=True)
