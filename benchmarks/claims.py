@@ -233,13 +233,19 @@ def verdict_of(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
     return AWAITS if claim.awaits else QUIET
 
 
+def of_earlier_form(claim: Claim, found: Sequence[dict[str, Any]]) -> list[str]:
+    """What was tested by the results whose commands have changed since."""
+    tested = dict.fromkeys(each.get("tested", claim.tested) for each in found)
+    return [each for each in tested if each != claim.tested]
+
+
 def in_short(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
     """The verdict's first words, for how many of the judged figures it holds, if for the same ones by all seeds, and
     the number of seeds, if there are several."""
     word = re.split(":|, | for ", verdict_of(claim, found))[0]
     if not found:
         return word
-    seeds = f", {len(found)} seeds" * (len(found) > 1)
+    seeds = f", {len(found)} seeds" * (len(found) > 1) + ", of an earlier form" * bool(of_earlier_form(claim, found))
     judged = [judged_of(each) for each in found]
     holds = [by_verdict(figures).get(word, [each.what for each in figures]) for figures in judged]
     if len({each["verdict"] for each in found}) > 1 or holds.count(holds[0]) < len(holds):
@@ -287,6 +293,8 @@ def markdown(found: dict[str, list[dict[str, Any]]]) -> str:
             commands = f"`python benchmarks/claims.py {claim.name}`"
         tested = " ".join(filter(None, (claim.tested, commands))) or "–"
         verdict = verdict_of(claim, own)
+        for earlier in of_earlier_form(claim, own):
+            verdict += f". **These figures are of an earlier form**, which has not run again: {earlier}"
         rows.append((f"**{claim.name}**, {claim.paper}", claim.published, tested, ours, where, verdict))
     return markdown_table(columns, rows)
 

@@ -150,6 +150,9 @@ def test_the_list_and_the_table(run_main, tmp_path, monkeypatch):
     assert "τ \\| x: 1.000 (0.500 to 1.500), 1.200 (0.700 to 1.700) [judged: > 1]" in row
     assert "a machine, 2026-01-01" in row
     assert row.endswith("| undecided, by seeds 0 and 1; intervals overlap |")
+    (tmp_path / "0.json").write_text(json.dumps(result | {"tested": "with older prompts"}))
+    code, out, _ = run_main(claims.main, "--table", "--out", tmp_path, script="benchmarks/claims.py")
+    assert code == 0 and "of an earlier form**, which has not run again: with older prompts |" in out
     assert any("magicdec-speed" in row and row.endswith("| awaits a GPU |") for row in rows)
     for name in ("KEPT", "PAGE"):
         monkeypatch.setattr(claims, name, str(tmp_path / name))
