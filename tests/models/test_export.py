@@ -562,7 +562,7 @@ def test_scaled_embeddings(make_target, tiny_lm, tmp_path, run_main, refused, pr
 def test_other_families_are_refused(tmp_path, refused):
     """With what can be done instead."""
     folder = tmp_path / "x"
-    for kind, instead in (("ssm", "draft model"), ("other", "EAGLE drafters")):
+    for kind, instead in (("ssm", "draft model"), ("other", "EAGLE and DFlash drafters")):
         write_drafter(folder, kind, {}, {"w": torch.zeros(1)}, stand_in(name=TARGET, fingerprint=""), {})
         line = refused(export.main, folder, "--to", "vllm", "--out", tmp_path / "out")
         assert f"of type {kind}" in line and instead in line

@@ -113,7 +113,7 @@ def test_unknown_types(run_main, written, family):
     try:
         for kind, hint in (("toys", "; nearest: toy"), ("hydra", "")):
             (folder / "config.json").write_text(json.dumps({**config, "drafter_type": kind}))
-            known = "dynaspec, eagle, medusa, ssm, toy"
+            known = "dflash, dynaspec, eagle, medusa, ssm, toy"
             message = f"{folder}: drafter_type '{kind}' is not known to this version; known: {known}{hint}"
             for main, options in ((decode.main, ["--prompt", "a"]), (calibrate.main, [])):
                 assert run_main(main, folder, *options, "--target", "nobody/nothing") == (2, "", f"error: {message}\n")
