@@ -252,7 +252,8 @@ class _Handler(BaseHTTPRequestHandler):
         step = "create" if path == "/api/repos/create" else path.removesuffix("/main").rpartition("/")[2]
         if (status := self.hub.failing.get(step)) is not None:
             self.close_connection = True
-            return self.answer(status, {"error": "Internal Error - We're working hard to fix this"}) if status else None
+            said, closed = {"error": "Internal Error - We're working hard to fix this"}, {"Connection": "close"}
+            return self.answer(status, said, closed) if status else None
         if path == "/api/repos/create":
             asked = json.loads(content)
             self.hub.created.append(asked)
