@@ -16,8 +16,8 @@ h̃ is what the drafter's layer continues from (§3 of the paper): the fused fea
 parent's hidden state. Both are known before the layer runs, so the router can run at the same time.
 
 A low-rank list reads what the LM head reads, x, after the layer. Its tokens are those of the ``capacity[t]`` highest
-scores up · (down · x) of each node, W ≈ up · down being the truncated SVD of the head, which is not trained. The head's
-own rows give their logits, so that with full rank a node's best tokens are those of the whole head.
+scores up · (down · x) of each node, where up · down is nearest to the head for such x (:func:`low_rank_factors`). The
+head's own rows give their logits, so that with full rank a node's best tokens are those of the whole head.
 
 Shape letters: P positions, S tokens that the drafter chooses from, M clusters, e width of embeddings, d of hidden
 states, h of the router, K depths, r rank.
@@ -135,14 +135,20 @@ def head_rows_of(head: nn.Module) -> Tensor:
     return weight.detach()
 
 
-def low_rank_factors(head: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The truncated SVD of an LM head ``[S, d]``: down ``[r, d]`` and up ``[S, r]``, float32, whose product up · down
-    is the nearest matrix of rank r. By the eigenvectors of WᵀW, as S is many times d."""
+def low_rank_factors(head: Tensor, rank: int, moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest matrix of rank r to an LM head W ``[S, d]``, for what it reads: down ``[r, d]`` and up ``[S, r]``,
+    float32, minimise E‖W x − up · down · x‖² over x with E[x xᵀ] = ``moment``, ``[d, d]``. By the eigenvectors of
+    M^½ WᵀW M^½, as S is many times d. With the identity for M, it is the truncated SVD of W."""
     gram = torch.zeros(head.shape[1], head.shape[1], dtype=torch.float64, device=head.device)
     for rows in head.split(_ROWS):
         gram.addmm_(rows.t().double(), rows.double())
-    down = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1).t().float().contiguous()
-    return down, torch.cat([rows.float() @ down.t() for rows in head.split(_ROWS)])
+    values, vectors = torch.linalg.eigh(moment.to(gram))
+    scale = values.clamp(min=1e-6 * float(values[-1])).sqrt()  # so that directions never read have an inverse too
+    root = (vectors * scale) @ vectors.t()
+    best = torch.linalg.eigh(root @ gram @ root).eigenvectors[:, -rank:].flip(1)
+    down = best.t() @ (vectors / scale) @ vectors.t()
+    out = (root @ best).float()
+    return down.float().contiguous(), torch.cat([rows.float() @ out for rows in head.split(_ROWS)])
 
 
 class Router(nn.Module):

@@ -9,7 +9,7 @@
    CE with the ten tokens' probability by cluster (labels: mass); the drafter and the LM head are frozen
 4. k_max and schedule: the fastest that keep ``drafter.keep`` of the whole head's simulated τ
 
-A list by frequency (fr_spec, vocab_trim) is counted, and low_rank is the LM head's SVD: nothing is trained. Then:
+A list by frequency (fr_spec, vocab_trim) is counted, and low_rank is computed: nothing is trained. Then:
 inference/calibrate.py, inference/decode.py. Shape letters: S sequences, B positions of one, K depths, M clusters, V
 vocabulary, d hidden width.
 """

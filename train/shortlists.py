@@ -38,6 +38,7 @@ from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 
 BLOCK = 64  # positions of a training sequence
+READS = 4096  # positions whose drafts give the second moment of what the LM head reads
 
 
 def load_base(run: Run[Any], target: Target) -> Drafts:
@@ -179,7 +180,7 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
         capacity = budget(min(d.candidates, outputs), d.schedule or "fixed")
         sizes = {"rank": min(d.rank, *drafts.weight.shape), "feature_size": drafts.weight.shape[1]}
         head = ShortlistHead(ShortlistConfig(d.shortlist, outputs, capacity, **sizes))
-        head.down, head.up = low_rank_factors(drafts.weight, head.config.rank)
+        head.down, head.up = low_rank_factors(drafts.weight, head.config.rank, second_moment(run, drafts, rows))
         return head.to(target.device)
     else:
         capacity = budget(min(d.size, outputs), d.schedule or "fixed")
@@ -188,6 +189,49 @@ def make_head(run: Run[Any], target: Target, drafts: Drafts, rows: Sequence[Rows
         order = (counts if drafts.ids is None else counts[drafts.ids.cpu()]).argsort(descending=True, stable=True)
     head.order.copy_(order)
     return head.to(target.device)
+
+
+def drawn_texts(
+    run: Run[Any], rows: Sequence[Rows], positions: int, drawn: torch.Generator
+) -> list[tuple[Tensor, Tensor]]:
+    """Training rows by the sources' weights, with so many positions before an answer's tokens: ``tokens`` and
+    ``supervised``, ``[4, T]`` each, of about equal length."""
+    recipe, parts = run.recipe, list[tuple[Tensor, Tensor]]()
+    shares = torch.tensor([source.weight for source in recipe.data.train]).double()
+    for part, share in zip(rows, (shares / shares.sum()).tolist(), strict=True):
+        count, most = 0, share * positions
+        for number in torch.randperm(len(part), generator=drawn).tolist():
+            batch = part.batch([number], recipe.data.max_length)
+            parts.append((batch["tokens"], batch["supervised"]))
+            count += int(batch["supervised"].sum())
+            if count >= most:
+                break
+    parts.sort(key=lambda part: int(part[1].sum(0).nonzero().max()) if part[1].any() else 0)  # little padding
+    texts = list[tuple[Tensor, Tensor]]()
+    for start in range(0, len(parts), 4):
+        tokens, supervised = (torch.cat([part[i] for part in parts[start : start + 4]]) for i in (0, 1))
+        length = int(supervised.sum(0).nonzero().max()) + 1 if supervised.any() else 2
+        texts.append((tokens[:, :length], supervised[:, :length]))
+    return texts
+
+
+@torch.no_grad()
+def second_moment(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Tensor:
+    """E[x xᵀ] of what the LM head reads at all depths, ``[d, d]`` float64, from some training rows."""
+    recipe, count = run.recipe, 0
+    drawn = torch.Generator().manual_seed(recipe.run.seed)
+    texts = drawn_texts(run, rows, min(READS, recipe.drafter.positions), drawn)
+    moment = torch.zeros(
+        drafts.weight.shape[1], drafts.weight.shape[1], dtype=torch.float64, device=drafts.weight.device
+    )
+    with ProgressBar("what the LM head reads", len(texts), console) as bar, run.evaluating(drafts.embed):
+        for done, text in enumerate(texts, 1):
+            for rollout in drafts.run(*text):
+                read = rollout.out.to(moment)
+                moment.addmm_(read.t(), read)
+                count += len(read)
+            bar(done)
+    return moment / count
 
 
 def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
@@ -200,25 +244,13 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     asked |= {"tensors": [each.name for each in fields(Recorded)]}
     if stored := _stored(run, folder, asked):
         return Recorded(**stored, outputs=outputs)
-    wanted, parts = recipe.drafter.positions, list[tuple[Tensor, Tensor]]()
-    shares = torch.tensor([source.weight for source in recipe.data.train]).double()
+    wanted, recorded = recipe.drafter.positions, list[Recorded]()
     drawn = torch.Generator().manual_seed(recipe.run.seed)
-    for part, share in zip(rows, (shares / shares.sum()).tolist(), strict=True):
-        count, most = 0, share * wanted
-        for number in torch.randperm(len(part), generator=drawn).tolist():
-            batch = part.batch([number], recipe.data.max_length)
-            parts.append((batch["tokens"], batch["supervised"]))
-            count += int(batch["supervised"].sum())
-            if count >= most:
-                break
-    parts.sort(key=lambda part: int(part[1].sum(0).nonzero().max()) if part[1].any() else 0)  # little padding
-    recorded = list[Recorded]()
-    with ProgressBar("rollouts of the drafter", len(parts), console) as bar, run.evaluating(drafts.embed):
-        for start in range(0, len(parts), 4):
-            tokens, supervised = (torch.cat([part[i] for part in parts[start : start + 4]]) for i in (0, 1))
-            length = int(supervised.sum(0).nonzero().max()) + 1 if supervised.any() else 2
-            recorded.append(record(drafts, tokens[:, :length], supervised[:, :length], BEST, torch.bfloat16))
-            bar(min(start + 4, len(parts)))
+    texts = drawn_texts(run, rows, wanted, drawn)
+    with ProgressBar("rollouts of the drafter", len(texts), console) as bar, run.evaluating(drafts.embed):
+        for done, (tokens, supervised) in enumerate(texts, 1):
+            recorded.append(record(drafts, tokens, supervised, BEST, torch.bfloat16))
+            bar(done)
     mixed = torch.randperm(sum(len(each.tokens) for each in recorded), generator=drawn)
     names = [name for name in recorded[0].tensors() if name != "begins"]
     pieces = [each.tensors() for each in recorded]

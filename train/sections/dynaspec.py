@@ -44,7 +44,7 @@ class Shortlists(Section):
     corpus: list[Source] | None = Field(
         default=None, description="fr_spec counts the tokens of these sources; null: of the training rows"
     )
-    rank: Positive = Field(default=64, description="of low_rank: r, of the LM head's truncated SVD")
+    rank: Positive = Field(default=64, description="of low_rank: r, of the product that approximates the LM head")
     candidates: Positive = Field(default=64, description="of low_rank: tokens of a node that the LM head's rows score")
 
 

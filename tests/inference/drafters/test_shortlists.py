@@ -236,7 +236,7 @@ def test_full_rank_drafts_what_the_whole_head_drafts(make_target, target, plain)
         if rank:
             config = ShortlistConfig("low_rank", len(weight), (3,), rank=rank, feature_size=weight.shape[1])
             lists = ShortlistHead(config)
-            lists.down, lists.up = low_rank_factors(weight.detach(), rank)
+            lists.down, lists.up = low_rank_factors(weight.detach(), rank, torch.eye(weight.shape[1]))
         drafter = (Watched if rank else EagleDrafter)(eagle, target, TREES["fixed"], shortlist=lists)
         drafted, propose = [], drafter.propose
 
