@@ -249,6 +249,7 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle31 drafter.fc_norm=true drafter.norm_output=true \
 	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-peagle drafter.one_pass=true drafter.keep_depths=0.7 $(TINY)
 	@$(PY) data/prompts.py human-eval writing questions --count 8 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/serve/chats.jsonl
 	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
 	@check() { $(PY) benchmarks/serve_check.py "$$@" --server $$server --environment $(SERVE)$$server --out runs/serve || failed=1; }; \
@@ -257,6 +258,7 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	[ $$server = openvino ] || check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
+	[ $$server != vllm ] || for to in vllm speculators; do check runs/serve-peagle --to $$to --prompts runs/serve/code.jsonl; done; \
 	[ $$server != vllm ] || $(PY) benchmarks/served_features.py models/smollm2 --prompts runs/serve/chats.jsonl \
 	    --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	done; \

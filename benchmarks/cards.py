@@ -137,7 +137,7 @@ def main() -> None:
         folder, elsewhere = Path(temporary) / "drafter", Path(temporary) / "elsewhere"
         elsewhere.mkdir()
         # By the folder that is here: the card's Hub id may not be fetched, and speculators' config names its target.
-        export(source, args.to, folder, served_target=target, speculative_tokens=fastest_chain(source.folder))
+        export(source, args.to, folder, served_target=target, speculative_tokens=fastest_chain(source))
         for command in commands_of((folder / "README.md").read_text(encoding="utf-8")):
             print(f"$ {command}", flush=True)
             try:

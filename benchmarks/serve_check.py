@@ -250,7 +250,7 @@ def compare(
 @dataclass(frozen=True)
 class Case:
     """A drafter in both engines. method: as vLLM calls it. model: what the server loads. tokens: of a draft. folder:
-    the exported one. match: shortest and longest of n-grams."""
+    the exported one. match: shortest and longest of n-grams. parallel: P-EAGLE."""
 
     target: Target
     drafter: Drafter | None
@@ -259,6 +259,7 @@ class Case:
     tokens: int
     folder: Path | None = None
     match: tuple[int, int] | None = None
+    parallel: bool = False
 
 
 def case_of(name: str, args: argparse.Namespace) -> Case:
@@ -285,7 +286,8 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
     if isinstance(made, MedusaHeads | DFlash):
         method, tokens = "medusa" if isinstance(made, MedusaHeads) else "dflash", made.config.num_draft_heads
     else:
-        method, tokens = "eagle3" if made.config.version == 3 else "eagle", args.tokens
+        method = "eagle3" if made.config.version == 3 else "eagle"
+        tokens = min(args.tokens, made.config.parallel or args.tokens)
     export(source, args.to, folder, speculative_tokens=tokens)
     if args.damage:
         damage(folder, args.damage, source.target_config.get_text_config().num_hidden_layers)
@@ -296,7 +298,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
     if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
         drafter = MedusaDrafter(source.drafter.of_all_tokens(), chain, target)
-    return Case(target, drafter, method, folder, tokens, folder)
+    return Case(target, drafter, method, folder, tokens, folder, parallel=getattr(c, "parallel", 0) > 0)
 
 
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:
@@ -340,7 +342,7 @@ def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> 
         plain_of[target.fingerprint] = plain, checked.near_ties, checked.mismatches
     plain, near_ties, mismatches = plain_of[target.fingerprint]
     say(f"{args.server}: {name}, {count} prompts …")
-    served = in_server({**job, "method": case.method, "tokens": tokens})
+    served = in_server({**job, "method": case.method, "tokens": tokens, "parallel": case.parallel})
     say(f"draftsmith: {name} …")
     longer = SpeculativeDecoder(target, case.drafter).generate(
         prompts, args.max_new_tokens + tokens, batch_size=1, stop_ids=frozenset()

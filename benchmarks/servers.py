@@ -33,7 +33,7 @@ def vllm(job: dict[str, Any]) -> Server:
     if job["method"] == "ngram":
         speculative |= {"prompt_lookup_min": job["match"][0], "prompt_lookup_max": job["match"][1]}
     else:
-        speculative["model"] = job["drafter"]
+        speculative |= {"model": job["drafter"]} | ({"parallel_drafting": True} if job.get("parallel") else {})
     llm = module.LLM(
         model=job["target"],
         dtype="float32",

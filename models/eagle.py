@@ -411,6 +411,7 @@ class Eagle(nn.Module):
         positions: Tensor | None = None,
         segment: Tensor | None = None,
         chosen: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
@@ -426,10 +427,12 @@ class Eagle(nn.Module):
             segment: ``[B, T]``, which sample of its row a token belongs to; samples do not see each other.
             chosen: ``[B, P]`` int64, the indices that draft (:func:`marked_places`); all if left out. Of the others
                 only the first step's keys and values are computed.
+            counts: how many of the chosen, from the first one on, each step runs: P, then never more than the step
+                before; P in each if left out.
 
         Yields:
             For each step the hidden state of each pair that was run, g or the draft's own, and what the LM head reads:
-            ``[B, P, d]`` each.
+            ``[B, P, d]`` each, with the step's own P.
         """
         rows, length = tokens.shape
         places = torch.arange(length, device=tokens.device).expand(rows, -1)
@@ -446,18 +449,21 @@ class Eagle(nn.Module):
             at = torch.arange(rows, device=tokens.device)[:, None], chosen
             q = q.transpose(1, 2)[at].transpose(1, 2)
             residual, positions, hidden = residual[at], positions[at], hidden[at]
-        mask = (block_mask if self.blocks and takes_blocks(q) else dense_mask)(chosen, segment, length)
+        counts = counts or [chosen.shape[1]] * steps
+        sees = block_mask if self.blocks and takes_blocks(q) else dense_mask
+        masks = {count: sees(chosen[:, :count], segment, length) for count in dict.fromkeys(counts)}
 
         def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
-            own, kept = q, residual
+            own, kept, some = q, residual, slice(counts[step])
             if step:
-                embeddings = embed(following.gather(1, chosen + step)).to(dtype)
+                hidden = hidden[:, some]
+                embeddings = embed(following.gather(1, chosen[:, some] + step)).to(dtype)
                 if self.mask_hidden is not None:
                     embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
                 x, kept = self.attention_input(embeddings, hidden)
-                own, keys = self.heads(x, *self.rotary(x, positions + step))
-                later = (*later, keys)
-            attended = unrolled_attention(own, first, later, mask)
+                own, keys = self.heads(x, *self.rotary(x, positions[:, some] + step))
+                later = (*((k[:, :, some], v[:, :, some]) for k, v in later), keys)
+            attended = unrolled_attention(own, first, later, masks[counts[step]])
             return *self.outputs(self.finish(attended, kept.to(dtype))), later
 
         if self.recompute and torch.is_grad_enabled():
@@ -465,7 +471,7 @@ class Eagle(nn.Module):
         later: Sequence[Keys] = ()
         for step in range(steps):
             for_head, following_hidden, later = run(step, hidden, later)
-            yield hidden, for_head
+            yield hidden[:, : counts[step]], for_head
             hidden = following_hidden
 
 

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="length of an EAGLE drafter's drafts, in speculators' config and in the card's commands (default: that of "
-        "the fastest chain that calibration found, else 3)",
+        "the fastest chain that calibration found, else 3, of P-EAGLE all of a pass)",
     )
     parser.add_argument(
         "--dtype",
@@ -184,7 +184,7 @@ def main() -> None:
     source = open_source(
         args.drafter, args.to, args.target, args.trust_remote_code, tokens=args.speculative_tokens, dtype=args.dtype
     )
-    tokens = args.speculative_tokens or fastest_chain(source.folder)
+    tokens = args.speculative_tokens or fastest_chain(source)
     check_folder("--out", args.out)
     facts = {
         "drafter": Path(args.drafter).resolve().name,

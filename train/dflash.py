@@ -222,12 +222,9 @@ def train(run: Run[DflashRecipe]) -> None:
     run.start_weights(dflash, target)
     module = DFlashTraining(target, dflash, recipe)
     facts = draft_vocabulary.apply(run, dflash, target, rows)
-    inputs, visits = run.with_hidden(target, rows, module.captures), 0
+    inputs = run.with_hidden(target, rows, module.captures)
     for stage in recipe.stages:
-        stage = run.with_steps(stage, inputs)
-        beside = {"visit": torch.arange(visits, visits + stage.samples)}
-        fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau", beside=beside)
-        visits += stage.samples
+        fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
         ranks = run.held_out_ranks(partial(block_ranks, target, dflash))
     tree = selection_tree(ranks)

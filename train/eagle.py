@@ -6,7 +6,8 @@
     EAGLE-3   L = Σ_i 0.8^i · CE(p_{t+1+i} ‖ q_{t,i}), i = 0 … K − 1: training-time test, K steps of drafting from
               every position, each on the drafter's own states of the steps before it
               drafter.loss=lk: LK in place of CE, which approaches the probability that a draft is accepted
-              drafter.one_pass (P-EAGLE): K drafts of one pass, all of weight 1 (arXiv 2602.01469)
+              drafter.one_pass (P-EAGLE): K drafts of one pass, all of weight 1 (arXiv 2602.01469); with
+              drafter.keep_depths r draft i trains on a share of r^i of the positions (conditional drop-on-depth)
     EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
 
 p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
@@ -35,8 +36,9 @@ from torch.nn import functional as F
 
 from draftsmith.inference.drafters.parallel_eagle import drafter_of
 from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
+from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.kernels.soft_loss import Teacher
-from draftsmith.models.eagle import Eagle, EagleConfig, marked_places
+from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
 from draftsmith.train import draft_vocabulary, memory, sharded
@@ -53,12 +55,13 @@ CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.
 
 
 class EagleTraining(nn.Module):
-    """A frozen target and the drafter that trains on its features. ``seed``: of the noise."""
+    """A frozen target and the drafter that trains on its features. ``seed``: of the noise, and of what is dropped."""
 
     def __init__(self, target: Target, eagle: Eagle, recipe: EagleRecipe) -> None:
         super().__init__()
         self.target, self.eagle, self.seed = target, eagle, recipe.run.seed
         self.steps, self.noise, self.loss = recipe.drafter.unroll, recipe.drafter.noise, recipe.drafter.loss
+        self.shares = recipe.drafter.shares
         self.captures = eagle.config.captured_layers
         eagle.recompute, eagle.blocks = recipe.precision.gradient_checkpointing, recipe.target.attention != "sdpa"
         embeddings = ("eagle.embed_tokens",) if eagle.config.own_embeddings else ()
@@ -72,10 +75,18 @@ class EagleTraining(nn.Module):
         return self
 
     def labels(self, batch: Batch) -> Tensor:
-        """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample."""
+        """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample, which is not dropped.
+
+        Each index draws one number for all of its steps, so that one that keeps a step keeps those before it
+        (conditional drop-on-depth): a function of the seed and of ``visit [B]``."""
         tokens, supervised, segment = batch["tokens"], batch["supervised"], batch.get("segment")
-        labels = [shifted_labels(tokens, supervised, step + 2, segment) for step in range(self.steps)]
-        return torch.stack(labels) != -100
+        shifted = [shifted_labels(tokens, supervised, step + 2, segment) for step in range(self.steps)]
+        labels = torch.stack(shifted) != -100
+        if self.shares[-1] == 1:
+            return labels
+        visit = batch.get("visit", torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device))
+        uniforms = philox_uniforms(torch.full_like(visit, self.seed), visit, tokens.shape[1])
+        return labels & (uniforms < uniforms.new_tensor(self.shares)[:, None, None])
 
     def count(self, batch: Batch) -> Tensor:
         """Labels of each step."""
@@ -105,28 +116,34 @@ class EagleTraining(nn.Module):
             taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
         hidden = features[..., : eagle.config.feature_size][taught]  # [N, d]
         teacher = self.teach(hidden)
-        chosen = marked_places(labelled.any(0))
+        # Which indices run step i: those with a label there or later. Of training-time test each runs all steps, and
+        # queries stay in the order of the text; of P-EAGLE those that run longest come first.
+        runs = labelled.flip(0).cumsum(0).flip(0) > 0
+        runs = runs if eagle.config.parallel else runs[:1].expand_as(runs)
+        widths = runs.sum(2).amax(1).clamp(min=1).tolist()
+        chosen = runs.sum(0).argsort(dim=1, descending=True, stable=True)[:, : widths[0]]  # [B, P]
         # Step i predicts from index t what the target predicts from t + i + 1. A row of −1 is of no token.
         ahead = torch.arange(1, steps + 1, device=chosen.device)[:, None, None]
         row_of = (taught.flatten().cumsum(0).view_as(taught) - 1).expand_as(labelled)
         rows = row_of.gather(2, (chosen + ahead).clamp(max=taught.shape[1] - 1))  # [K, B, P]
         marks = labelled.gather(2, chosen.expand(steps, -1, -1))
         kept = marks & (F.pad(teacher.best, (0, 1), value=-1)[rows] >= 0)
-        number, place = kept.flatten(1).nonzero(as_tuple=True)
+        number, row, place = kept.nonzero(as_tuple=True)
         sizes = kept.sum((1, 2)).tolist()
         read = features.float()
         if eagle.config.version == 1 and self.noise and self.training:
             read = self.noisy(read, batch, step)
-        places_of = (batch.get("positions"), batch.get("segment"), chosen)
+        places_of = (batch.get("positions"), batch.get("segment"), chosen, widths)
         unrolled = eagle.unroll(read, self.target.embeddings, batch["tokens"], steps, *places_of)
         first = next(unrolled)
-        outs = [out.flatten(0, 1)[at] for out, at in zip(chain([first], unrolled), place.split(sizes), strict=True)]
+        at = zip(row.split(sizes), place.split(sizes), strict=True)
+        outs = [out[each] for out, each in zip(chain([first], unrolled), at, strict=True)]
         head: Any = eagle.draft_head(self.target.lm_head)
         after = self.target.after_head if eagle.lm_head is None and self.target.changes_logits else None
         counts = counts.clamp(min=1)
         decay = 1.0 if eagle.config.parallel else HEAD_DECAY
         weights = (1.0 if eagle.config.version == 3 else CE_WEIGHT) * decay ** (ahead.flatten() - 1) / counts
-        given = (teacher, rows.flatten(1)[number, place], weights[number])
+        given = (teacher, rows[number, row, place], weights[number])
         loss, found = linear_soft_loss(torch.cat(outs), head.weight, *given, getattr(head, "bias", None), after)
         means = torch.stack([part.sum(1) for part in found.split(sizes, 1)]) / counts[:, None]
         named = zip(("loss", "top1", "acceptance"), means.unbind(1), strict=True)
@@ -169,14 +186,15 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     with torch.device("meta"):
         own = sum(p.numel() for p in Eagle(made).parameters())
     rows = made.outputs * shape.hidden_size if d.projection == "shared" else 0
-    costs: dict[str, Any] = {"projected": d.unroll * rows, "copied": rows if d.draft_vocab_size else 0}
+    passes = sum(d.shares)
+    costs: dict[str, Any] = {"projected": round(passes * rows), "copied": rows if d.draft_vocab_size else 0}
     heads, given = made.num_attention_heads, recipe.cache_hidden != "none" or recipe.target.features is not None
-    costs |= {"passes": 0 if given else 1, "unrolled": d.unroll, "logits": d.unroll * made.outputs}
+    costs |= {"passes": 0 if given else 1, "unrolled": passes, "logits": round(passes * made.outputs)}
     recomputed = recipe.precision.gradient_checkpointing
-    costs["kept"] = partial(memory.eagle, made, shape.config, steps=d.unroll, given=given, recomputed=recomputed)
+    costs["kept"] = partial(memory.eagle, made, shape.config, steps=passes, given=given, recomputed=recomputed)
     costs |= {
-        "attended": 3.5 * d.unroll * heads * made.head_dim,
-        "scores": d.unroll * heads,
+        "attended": 3.5 * passes * heads * made.head_dim,
+        "scores": round(passes * heads),
     }  # twice backward, and again
     costs["features"] = made.feature_size * (1 + len(made.captured_layers))
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
@@ -190,7 +208,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
         return made
     stored = start.config
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
-    own |= {"parallel", "mask_token_id"}
+    own |= {"parallel"} if stored.get("parallel") else {"parallel", "mask_token_id"}
     own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 

@@ -115,7 +115,8 @@ def fit(
     Args:
         rows: by training source, or parts of these with their own ``weights``.
         best_on: the metric that selects weights; ``"-x"`` where less is better.
-        beside: tensors whose rows are added to the batches, in turn.
+        beside: tensors whose rows are added to the batches, in turn; so is ``visit``, the number of each sample among
+            all of the run.
         take_best: False: the module keeps its last weights.
     """
     stage = run.with_steps(stage, rows)
@@ -127,7 +128,8 @@ def fit(
     sources = recipe.data.train
     names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
     sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
-    samples = sampler.stage(stage.samples, before, beside)
+    visits = {"visit": torch.arange(before, before + stage.samples)}
+    samples = sampler.stage(stage.samples, before, visits | dict(beside or {}))
     optimize(run, module, samples, stage, evaluate, best_on)
     labels = samples.labels()
     run.labels_seen = None if run.labels_seen is None or labels is None else run.labels_seen + labels

@@ -109,8 +109,8 @@ def layer_weights(shape: tuple[int, int, int, int], inputs: int) -> int:
     return inputs * (queries + 2 * keys) + queries * d + 3 * d * wide
 
 
-def eagle(config: EagleConfig, target: Any, micro: Micro, steps: int, given: bool, recomputed: bool = False) -> Kept:
-    """An EAGLE drafter of K = ``steps`` unrolled steps.
+def eagle(config: EagleConfig, target: Any, micro: Micro, steps: float, given: bool, recomputed: bool = False) -> Kept:
+    """An EAGLE drafter of K = ``steps`` unrolled steps; of P-EAGLE the sum of the shares of tokens that run them.
 
     Args:
         given: its features are kept from an earlier pass.

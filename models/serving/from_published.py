@@ -55,7 +55,8 @@ def read_published(folder: Path, target: Target, pickles: bool = False) -> Impor
 
 def chain_of(imported: Imported) -> int:
     """The tokens of the chain that it drafts until it is calibrated."""
-    return _CHAIN if isinstance(imported.config, EagleConfig) else imported.config.num_draft_heads
+    c = imported.config
+    return c.parallel or _CHAIN if isinstance(c, EagleConfig) else c.num_draft_heads
 
 
 def write_imported(

@@ -2,6 +2,7 @@
 
     EAGLE-1      layers.0.*, fc                                   EAGLE, SGLang, vLLM
     EAGLE-3      midlayer.* or layers.0.*, fc, norm, d2t, t2d     EAGLE, SGLang, vLLM, ModelOpt, speculators
+    P-EAGLE      as EAGLE-3, mask_hidden                          vLLM, speculators
     Medusa       {head}.{layer}.linear.*, {head}.{L}.weight       Medusa, TGI; blocks.{head}.layers.{layer}.*, vLLM
     DFlash       layers.{layer}.*, fc, hidden_norm, norm, d2t      z-lab, vLLM, SGLang
 
@@ -29,17 +30,22 @@ WEIGHTS, PUBLISHED_MEDUSA = "model.safetensors", "medusa_lm_head.safetensors"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-# Of EAGLE drafters, by version and program: the architecture, and the prefix of their layer's tensors.
+# Of EAGLE drafters, by version (0: P-EAGLE) and program: the architecture, and the prefix of their layer's tensors.
 EAGLE = {
+    (0, "vllm"): ("LlamaForCausalLMEagle3", "midlayer."),
+    (0, "speculators"): ("PEagleSpeculator", "layers.0."),
     (1, "sglang"): ("LlamaForCausalLMEagle", "layers.0."),
     (1, "vllm"): ("LlamaForCausalLM", "layers.0."),
     **{(3, to): ("LlamaForCausalLMEagle3", "midlayer.") for to in ("sglang", "vllm", "openvino")},
     (3, "speculators"): ("Eagle3Speculator", "layers.0."),
 }
 ARCHITECTURES = {architecture for architecture, _ in EAGLE.values()} | set(
-    "Qwen2ForCausalLM EagleLlamaForCausalLM Eagle3LlamaForCausalLM Eagle3DraftModel".split()
+    "Qwen2ForCausalLM EagleLlamaForCausalLM Eagle3LlamaForCausalLM Eagle3DraftModel PEagleDraftModel".split()
 )
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # of EAGLE-3.1, beside those of EAGLE-3
+# P-EAGLE's token in place of unknown ones: vLLM reads the last two, for speculators' folders the first one. And the
+# tokens of a draft for which it was trained; vLLM puts those of its own command there.
+MASK_TOKENS, LOOKAHEAD = ("mask_token_id", "pard_token", "ptd_token_id"), "num_lookahead_tokens"
 
 
 class MedusaLayout(NamedTuple):
@@ -59,7 +65,7 @@ _VLLM = MedusaLayout("blocks.{head}.layers.{layer}.{kind}", "lm_heads.{head}.wei
 MEDUSA = {"medusa": _PUBLISHED, "vllm": _VLLM}
 
 # Fields of config.json that are known when a drafter is read. Of these it is read what they say, or their tensors: …
-READ = {*SIZES, *NORMS, LAYER_IDS} | set(
+READ = {*SIZES, *NORMS, *MASK_TOKENS, LAYER_IDS, LOOKAHEAD} | set(
     "rms_norm_eps rope_theta rope_scaling rope_parameters draft_vocab_size bias target_hidden_size attention_bias "
     "qkv_bias eagle_fc_bias eagle_config transformer_layer_config norm_before_residual num_aux_hidden_states "
     "truncated_vocab_size".split()
@@ -121,8 +127,10 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
             droppers = [reader.name for key, reader in READERS.items() if key not in READ_BY.get(name, EVERY)]
             but = f", but not in {', '.join(droppers)}, which leave it out without a word" if droppers else ""
             return f"it has {name}, which is not exported: serve the published folder it was imported from{but}"
-    if c.parallel:
-        return "a P-EAGLE drafter (drafter.one_pass), which is not exported yet: decode with it here"
+    if c.parallel and (0, to) not in EAGLE:
+        return f"a P-EAGLE drafter (drafter.one_pass): {to} drafts its tokens one by one; use --to vllm"
+    if c.parallel and c.fc_norm and to == "speculators":
+        return "it has fc_norm, which speculators and vLLM leave out of P-EAGLE's folders without a word; use --to vllm"
     if (c.version, to) not in EAGLE:
         return f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang"
     silently = "without a word, and then drafts with another model: use --to"

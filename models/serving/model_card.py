@@ -15,25 +15,30 @@ TOKENS = 3  # of a draft in speculators' config and in the card's commands, wher
 NO_SERVER = "No server has run this folder."  # the card's last line, until `make serve-check` has
 
 
-def fastest_chain(folder: Path) -> int:
-    """Tokens of the fastest chain that the calibration of a drafter's folder timed or estimated; :data:`TOKENS` if its
-    tree does not say."""
-    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
+def fastest_chain(source: ExportSource) -> int:
+    """Tokens of the fastest chain that a drafter's calibration timed or estimated; if its tree does not say,
+    :data:`TOKENS`, of P-EAGLE all that it drafts in a pass."""
+    path = source.folder / "tree.json"
+    tree = json_object(path) if path.exists() else {}
     sizes = tree.get("calibration", {}).get("sizes") or []
     chains = [size for size in sizes if size.get("depth") == size["nodes"] - 1]
-    return max(chains, key=lambda size: size["speedup"])["depth"] if chains else TOKENS
+    if not chains:
+        return getattr(source.drafter.config, "parallel", 0) or TOKENS
+    return max(chains, key=lambda size: size["speedup"])["depth"]
 
 
 def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[str, str, str]:
     """What serves an exported folder, the name of the speculative method, and the commands, with DRAFTER for the
     folder."""
+    parallel: dict[str, bool] = {}
     if isinstance(source.drafter, MedusaHeads | DFlash):
         method = "medusa" if isinstance(source.drafter, MedusaHeads) else "dflash"
         tokens, version = source.drafter.config.num_draft_heads, 0
     else:
         version = source.drafter.config.version
         method = "eagle3" if version == 3 else "eagle"
-    options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens})
+        parallel = {"parallel_drafting": True} if source.drafter.config.parallel else {}
+    options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens} | parallel)
     vllm = f"vllm serve {target} --speculative-config '{options}'"
     if isinstance(source.drafter, MedusaHeads):
         if to == "vllm":
@@ -73,6 +78,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
         dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
         commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
+    if parallel:
+        return "vLLM", method, vllm
     if version == 1:
         return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
     if source.drafter.config.norm_before_residual:
@@ -95,11 +102,11 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
 `--chat-template {TEMPLATE}`."""
     where = "By draftsmith, before the export, with trees where a row says so"
     if isinstance(source.drafter, Eagle):
-        what = f"an EAGLE-{source.drafter.config.version} drafter"
+        one_pass = source.drafter.config.parallel > 0
+        what = "a P-EAGLE drafter" if one_pass else f"an EAGLE-{source.drafter.config.version} drafter"
         limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
-        where += (
-            ". In OpenVINO keep to chains." if to == "openvino" else "; vLLM verifies chains, SGLang chains or trees."
-        )
+        verified = "; servers verify chains." if one_pass else "; vLLM verifies chains, SGLang chains or trees."
+        where += ". In OpenVINO keep to chains." if to == "openvino" else verified
     elif isinstance(source.drafter, DFlash):
         what = "a DFlash drafter"
         limit = f" and {source.drafter.config.max_position_embeddings:,} positions"

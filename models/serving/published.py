@@ -9,7 +9,7 @@ Shape letters: d hidden width, W the target's, V vocabulary, S draft vocabulary,
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from draftsmith.models.serving.layouts import Config, Tensors
 from draftsmith.models.target import Target
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DEPTHS = 8  # of P-EAGLE drafters that do not say theirs
 _ROPES = ("default", "linear", "llama3", "yarn")  # types of rotary positions that are the same in all programs
 
 
@@ -92,13 +93,15 @@ def in_our_form(config: Config, tensors: Tensors, target: TargetInfo) -> Importe
         return _medusa(config, tensors, target)
     if "dflash_config" in config and "speculators_model_type" not in config:
         return _dflash(config, tensors, target)
-    kind = config.get("speculators_model_type", "eagle3")
+    kind, kinds = config.get("speculators_model_type", "eagle3"), ("eagle3", "peagle")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: field 'architectures' is {names!r}; it has to be a list of names")
-    if kind != "eagle3" or not layouts.ARCHITECTURES.issuperset(names):
-        unknown = f"speculators_model_type '{kind}'" if kind != "eagle3" else f"architectures {names}"
-        raise ValueError(f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3, Medusa and DFlash")
+    if kind not in kinds or not layouts.ARCHITECTURES.issuperset(names):
+        unknown = f"speculators_model_type '{kind}'" if kind not in kinds else f"architectures {names}"
+        raise ValueError(
+            f"{unknown}: no format that is imported; those are EAGLE-1, EAGLE-3, P-EAGLE, Medusa and DFlash"
+        )
     return _eagle(config, tensors, target)
 
 
@@ -187,7 +190,13 @@ def _eagle(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     positions = _number(layer, "max_position_embeddings", target.context)
     if positions != target.context:
         notes.append(f"its config says {positions:,} positions; it is given the target's {target.context:,}")
-    before = config.get("norm_before_residual")
+    said = {config.get("speculators_model_type"), *(config.get("architectures") or [])}
+    before, one_pass = config.get("norm_before_residual"), bool(said & {"peagle", "PEagleDraftModel"})
+    parallel: dict[str, Any] = {}
+    if one_pass or "mask_hidden" in own:
+        parallel = {"parallel": _lookahead(config, layer, notes)}
+        parallel["mask_token_id"] = next((config[n] for n in layouts.MASK_TOKENS if config.get(n) is not None), None)
+        own |= {"mask_hidden": own["mask_hidden"].flatten()} if "mask_hidden" in own else {}
     biased = bool(layer.get("attention_bias")) or any(f"midlayer.self_attn.{name}_proj.bias" in own for name in "qkv")
     shape = EagleConfig(
         version,
@@ -205,16 +214,26 @@ def _eagle(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
         **{name: bool(config.get(name)) for name in layouts.NORMS},
         draft_vocab_size=None if ids is None else size,
         fc_bias=version == 3 or "fc.bias" in own or bool(config.get("bias")),
-        # The package speculators, and vLLM for its folders, take a missing field for true.
-        norm_before_residual=speculators if before is None else bool(before),
+        # The package speculators, and vLLM for its folders, take a missing field for true, but of P-EAGLE for false.
+        norm_before_residual=speculators and not one_pass if before is None else bool(before),
         attention_bias=biased,
         own_embeddings="embed_tokens.weight" in own,
         target_hidden_size=reads if reads != width else None,
+        **parallel,
     )
     with torch.device("meta"):
         wanted = {name: tuple(weight.shape) for name, weight in Eagle(shape).state_dict().items()}
     _check_shapes(own, wanted, named)
     return Imported("eagle", shape, own, tuple(notes))
+
+
+def _lookahead(config: Config, layer: Config, notes: list[str]) -> int:
+    """The tokens that a P-EAGLE drafter was trained to draft in one pass, if it says so."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    stated = layer.get(layouts.LOOKAHEAD) or methods[0].get("speculative_tokens")
+    if stated is None:
+        notes.append(f"its config does not say how many tokens it drafts in a pass: {_DEPTHS}, as speculators trains")
+    return _number({layouts.LOOKAHEAD: stated}, layouts.LOOKAHEAD, _DEPTHS)
 
 
 # ---- Medusa

@@ -27,7 +27,9 @@ READERS = {
         "srt/models/llama_eagle*.py", "srt/speculative/eagle_utils.py",
         "srt/model_executor/model_runner_components/spec_aux_hidden_state.py",
     )),
-    "speculators": Reader("speculators 0.9", ".venv-serve-sources/speculators", ("*.py", "models/eagle3/*.py")),
+    "speculators": Reader("speculators 0.9", ".venv-serve-sources/speculators", (
+        "*.py", "models/eagle3/*.py", "models/peagle/*.py",
+    )),
     "llamacpp": Reader("llama.cpp b11434", ".venv-serve-sources/llama.cpp", (
         "conversion/llama.py", "src/models/eagle3.cpp",
     )),
@@ -55,4 +57,7 @@ READ_BY: dict[str, tuple[str, ...]] = {  # field → programs
     "medusa_fc_bias": ("vllm",),
     "original_lm_head": ("vllm",),
     "truncated_vocab_size": ("vllm",),
+    "mask_token_id": ("vllm", "speculators"),
+    "pard_token": ("vllm",),
+    "num_lookahead_tokens": ("vllm",),
 }

@@ -86,6 +86,8 @@ def _check_tokens(drafter: Eagle | MedusaHeads | DFlash, tokens: int) -> None:
         raise ValueError(f"--speculative-tokens {tokens}: Medusa heads draft one token each; leave it out")
     if isinstance(drafter, DFlash):
         raise ValueError(f"--speculative-tokens {tokens}: a DFlash drafter drafts its whole block; leave it out")
+    if drafter.config.parallel and tokens > drafter.config.parallel:
+        raise ValueError(f"--speculative-tokens {tokens}: the drafter drafts {drafter.config.parallel} in a pass")
     if tokens >= (positions := drafter.config.max_position_embeddings):
         raise ValueError(f"--speculative-tokens {tokens}: the drafter has {positions} positions")
 

@@ -62,8 +62,12 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
     c, text = eagle.config, source.target_config.get_text_config()
     if source.target is not None and to != "speculators":
         _check_embeddings(eagle, source.target, to)
-    architecture, layer = layouts.EAGLE[c.version, to]
+    architecture, layer = layouts.EAGLE[0 if c.parallel else c.version, to]
     tensors = {n.replace("midlayer.", layer): w for n, w in source.weights.items() if n != "draft_vocab"}
+    parallel: dict[str, Any] = {}
+    if c.parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
+        parallel = dict.fromkeys(layouts.MASK_TOKENS[: 1 if to == "speculators" else 2], c.mask_token_id)
     dtype = str(source.dtype).removeprefix("torch.")
     llama = {
         "model_type": "llama",
@@ -78,6 +82,7 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
         "torch_dtype": dtype,
         "bos_token_id": getattr(text, "bos_token_id", None),
         "eos_token_id": getattr(text, "eos_token_id", None),
+        **({layouts.LOOKAHEAD: c.parallel} if c.parallel else {}),
     }
     if c.version == 1:
         bias = tensors.pop("fc.bias", torch.zeros(c.hidden_size, dtype=source.dtype))
@@ -98,14 +103,16 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
             "num_aux_hidden_states": len(c.captured_layers),
             **{name: True for name in layouts.NORMS if getattr(c, name)},
             "target_hidden_size": c.hidden_size,
+            **parallel,
         }
         return tensors, {**llama, **own, **layouts.layer_fields(c.captured_layers, text.num_hidden_layers)}
     embed = source.loaded().model.get_input_embeddings()
     tensors["embed_tokens.weight"] = source.rows(embed(torch.arange(c.vocab_size, device=source.loaded().device)))
     proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
+    algorithm = "peagle" if c.parallel else "eagle3"
     config = {
         "architectures": [architecture],
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": algorithm,
         "speculators_version": SPECULATORS,
         "draft_vocab_size": c.outputs,
         "target_hidden_size": c.hidden_size,
@@ -113,11 +120,12 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
         "eagle_aux_hidden_state_layer_ids": list(c.captured_layers),
         "norm_before_residual": c.norm_before_residual,
         **{name: getattr(c, name) for name in layouts.NORMS},
+        **parallel,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **llama},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": served_target, "architectures": source.target_config.architectures or []},

@@ -32,8 +32,8 @@ SHIPPED = {
             "train/eagle.py",
             "EagleRecipe",
             "tiny-eagle1 tiny-eagle3 smollm2-eagle3 llama3-8b-eagle3 qwen2.5-coder-0.5b-eagle3 "
-            "qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3 llama3.1-8b-eagle3 qwen3-30b-a3b-eagle3 "
-            "qwen3-8b-non-thinking-eagle3 qwen3-8b-thinking-eagle3 llama3.3-70b-eagle3",
+            "qwen2.5-coder-0.5b-peagle qwen2.5-coder-1.5b-eagle3 qwen3-8b-eagle3 llama3.1-8b-eagle3 "
+            "qwen3-30b-a3b-eagle3 qwen3-8b-non-thinking-eagle3 qwen3-8b-thinking-eagle3 llama3.3-70b-eagle3",
         ),
         ("train/dflash.py", "DflashRecipe", "tiny-dflash qwen2.5-coder-0.5b-dflash qwen3-8b-dflash"),
         (

@@ -473,6 +473,13 @@ def test_coder_heads_and_blocks(world, family):
     finish(world, name, target=target)
 
 
+def test_coder_peagle(world, coder_eagle3):
+    """It begins with the EAGLE-3 drafter."""
+    name = "qwen2.5-coder-0.5b-peagle"
+    train(world, name, f"target.name={coder_eagle3}", *CODER, *COMMITTED, "drafter.unroll=2")
+    finish(world, name, target=coder_eagle3)
+
+
 def test_coder_dynaspec(world, coder_eagle3):
     """On the EAGLE-3 drafter, whose draft vocabulary is dropped."""
     name = "qwen2.5-coder-0.5b-dynaspec"

@@ -23,6 +23,7 @@ KINDS = {
     "eagle-3.1": (3, "own", {"norm_before_fc": True, "norm_output": True}),
     "fc norms": (3, "shared", {"fc_norm": True}),
     "imported": (3, "own", {"norm_before_residual": True, "attention_bias": True, "own_embeddings": True}),
+    "p-eagle": (3, "own", {"parallel": 4, "fc_norm": True}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 STEPS = 4
@@ -95,13 +96,18 @@ def same(found, wanted):
 
 
 def drafted(eagle, features, embed, tokens, start, steps):
-    """K steps of drafting the true tokens behind position ``start`` of one text, ``[K, d]``."""
+    """K steps of drafting the true tokens behind position ``start`` of one text, ``[K, d]``; of P-EAGLE the mask pair
+    stands for the tokens behind the first one."""
     cache, found = OneByOne(eagle), []
     for t in range(start + 1):
         out = cache.run(embed[tokens[t + 1]], cache.fuse(features[t]), t)
     for step in range(1, steps):
         found.append(out[0])
-        out = cache.run(embed[tokens[start + 1 + step]], out[1], start + step)
+        pair = embed[tokens[start + 1 + step]], out[1]
+        if eagle.config.parallel:
+            masked = torch.cat((features[0][: eagle.config.hidden_size], eagle.mask_hidden))
+            pair = embed[eagle.config.mask_token_id], cache.fuse(masked)
+        out = cache.run(*pair, start + step)
     return torch.stack([*found, out[0]])
 
 
@@ -151,7 +157,8 @@ def test_unrolled_steps_are_drafting_token_by_token(make_target, kind, scores, m
 
 @every_kind
 def test_samples_of_a_row_and_chosen_places(make_target, kind):
-    """Two samples in a row are as they are alone, and what is chosen does not depend on what else is."""
+    """Two samples in a row are as they are alone, and what is chosen does not depend on what else is, nor on how many
+    others end earlier."""
     eagle, features, embed, tokens = case(make_target("llama", num_hidden_layers=4), kind)
     segment = torch.tensor([[1] * 5 + [2] * 7, [1] * 9 + [2] * 2 + [0]])
     positions = torch.tensor([[*range(5), *range(7)], [*range(9), 0, 1, 0]])
@@ -163,6 +170,9 @@ def test_samples_of_a_row_and_chosen_places(make_target, kind):
     with torch.no_grad():
         packed = torch.stack([*eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment)])
         some = torch.stack([*eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places)])
+        fewer = eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places, (5, 3, 1))
+        for count, found, wanted in zip((5, 3, 1), fewer, some, strict=True):
+            same(found, wanted[:, :count])
         for row, begin, end in ((0, 0, 5), (0, 5, 12), (1, 0, 9)):
             part = row, slice(begin, end)
             alone = torch.stack([*eagle.unroll(features[part][None], Lookup(embed), tokens[part][None], 3)])
@@ -277,7 +287,8 @@ def test_unrolled_steps_by_blocks(on_a_cpu, make_target, kind, recompute, monkey
     for blocks in (False, True):
         assert not attended
         eagle.blocks = blocks
-        outs = torch.stack([*eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places)])
+        outs = eagle.unroll(features, Lookup(embed), tokens, 3, positions, segment, places, (5, 5, 2))
+        outs = torch.cat([*outs], 1)
         found[blocks] = outs.detach(), *torch.autograd.grad(outs.square().sum(), trained)
     assert attended, "by blocks"
     for one, other in zip(found[True], found[False], strict=True):

@@ -37,6 +37,8 @@ FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_t
     "EAGLE-1 without a bias": (1, "shared", 128, {"fc_bias": False}, "bfloat16"),
     "norm before residual": (3, "own", 512, {"norm_before_residual": True}, "float32"),
     "biases": (3, "own", 512, {"attention_bias": True}, "float32"),
+    "one pass": (3, "shared", 512, {"fc_norm": True, "norm_output": True, "parallel": 4}, "bfloat16"),
+    "one pass, all tokens": (3, "own", None, {"norm_before_fc": True, "parallel": 2}, "float32"),
 }
 HEADS = {"shared rows": ("shared", 300), "shared": ("shared", None), "own": ("own", None), "own rows": ("own", 300)}
 
@@ -115,6 +117,15 @@ FOLDERS = [  # form, format, all tensors, some fields; None: there is no such fi
     ("first layer", "speculators", SPECULATORS | MAPS, {IDS: [0, 4, 7]}),
     ("whole vocabulary", "speculators", SPECULATORS | FC_NORMS, {"fc_norm": True, "norm_output": True}),
     ("norm before fc", "speculators", SPECULATORS | {"input_norm.weight"}, {"norm_before_fc": True}),
+    ("one pass", "vllm", EAGLE3 | FC_NORMS | MAPS | {"mask_hidden"}, {
+        **OWN_FIELDS, "fc_norm": True, "norm_output": True, "mask_token_id": 4095, "pard_token": 4095,
+        "num_lookahead_tokens": 4,
+    }),
+    ("one pass, all tokens", "speculators", SPECULATORS | {"input_norm.weight", "mask_hidden"}, {
+        "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "mask_token_id": 4095,
+        "pard_token": None, "norm_before_residual": False,
+        "speculators_config": {**SPECULATORS_CONFIG, "algorithm": "peagle", "verifier": VERIFIER},
+    }),
     ("EAGLE-1", "sglang", EAGLE1 | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"]}),
     ("EAGLE-1 without a bias", "sglang", EAGLE1 | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"]}),
     ("EAGLE-1 without a bias", "vllm", EAGLE1, {"architectures": ["LlamaForCausalLM"]}),
@@ -139,6 +150,8 @@ def test_names_and_fields(exported, target, form, to, names, fields):
         assert (stored["d2t"].dtype, stored["t2d"].dtype, stored["t2d"].shape) == (torch.int64, torch.bool, (4096,))
         assert torch.equal(torch.arange(len(ids)) + stored["d2t"], ids)
         assert torch.equal(stored["t2d"].nonzero()[:, 0], ids)
+    if "mask_hidden" in stored:
+        assert torch.equal(stored["mask_hidden"], source.weights["mask_hidden"].view(1, 1, -1))
     if "embed_tokens.weight" in stored:
         assert torch.equal(stored["embed_tokens.weight"].float(), target.embeddings.weight.float())
     if form in ("own", "first layer") and to != "speculators":
@@ -163,7 +176,11 @@ def test_the_folder_of_openvino(exported, tmp_path, form, layers):
 
 
 @pytest.mark.parametrize(
-    "form, to", [("own", "sglang"), ("whole vocabulary", "vllm"), ("shared", "speculators"), ("heads, own", "vllm")]
+    "form, to",
+    [
+        *(("own", "sglang"), ("whole vocabulary", "vllm"), ("shared", "speculators"), ("heads, own", "vllm")),
+        *(("one pass", "vllm"), ("one pass, all tokens", "speculators")),
+    ],
 )
 def test_each_field_of_ours_is_in_the_table(exported, form, to):
     """And the program that the folder is for reads it, unless it is false. The others are a Llama's, which transformers
@@ -379,6 +396,14 @@ def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_m
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
 
 
+def test_the_card_of_p_eagle(drafter, tmp_path, run_main):
+    """Where no chain was timed it drafts all tokens of a pass."""
+    assert run_main(export.main, drafter("one pass"), "--to", "vllm", "--out", tmp_path)[0] == 0
+    text = (tmp_path / "README.md").read_text()
+    options = '{"method": "eagle3", "model": "DRAFTER", "num_speculative_tokens": 4, "parallel_drafting": true}'
+    assert options in text and "a P-EAGLE drafter for" in text and "SGLang" not in text and "sglang" not in text
+
+
 @pytest.mark.parametrize(
     "to, wanted",
     [
@@ -501,6 +526,9 @@ REFUSALS = [
     ("heads, own", "openvino", "", "openvino runs none"),
     ("heads, own", "sglang", "", "sglang runs none"),
     ("heads, shared", "speculators", "", "speculators runs none"),
+    ("one pass", "sglang", "", "sglang drafts its tokens one by one; use --to vllm"),
+    ("one pass", "speculators", "", "it has fc_norm, which speculators and vLLM leave out of P-EAGLE's folders"),
+    ("one pass", "vllm", "--speculative-tokens 5", "--speculative-tokens 5: the drafter drafts 4 in a pass"),
     ("ngram", "vllm", "", "there is nothing to export; servers have"),
     ("ngram:2-10", "vllm", "", "there is nothing to export; servers have"),
     ("snapkv:256", "vllm", "", "there is nothing to export; servers have"),

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from draftsmith.inference import decode
-from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
+from draftsmith.inference.drafters.parallel_eagle import drafter_of
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.verify.tree import Topology
@@ -104,6 +104,21 @@ FORMATS = {
         {"captured_layers": (2, 4, 7), "norm_before_residual": True, "own_embeddings": True, "head_dim": 16,
          "rope_parameters": LLAMA3},
     ),
+    "P-EAGLE": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S, "ptd_token_id": 7,
+         "norm_before_residual": False},
+        "layers.0.", {"mask": True},
+        {"parallel": 8, "mask_token_id": 7, "draft_vocab_size": S, "norm_before_residual": False},
+    ),
+    "P-EAGLE of speculators": (
+        {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle", "draft_vocab_size": S,
+         "eagle_aux_hidden_state_layer_ids": [2, 4, 7], "mask_token_id": 9, "norm_before_fc": False,
+         "speculators_config": {"algorithm": "peagle", "proposal_methods": [{"speculative_tokens": 5}]},
+         "transformer_layer_config": {**LLAMA, "rope_parameters": LLAMA3}},
+        "layers.0.", {"embed": "own", "mask": True},
+        {"parallel": 5, "mask_token_id": 9, "captured_layers": (2, 4, 7), "own_embeddings": True,
+         "norm_before_residual": False, "rope_parameters": LLAMA3},
+    ),
 }  # fmt: skip
 
 
@@ -113,9 +128,20 @@ def target(make_target):
 
 
 def tensors_of(
-    target, prefix, version=3, width=D, heads=8, outputs=S, maps=("d2t", "t2d"), fc_bias=False, qkv_bias=False, embed=""
+    target,
+    prefix,
+    version=3,
+    width=D,
+    heads=8,
+    outputs=S,
+    maps=("d2t", "t2d"),
+    fc_bias=False,
+    qkv_bias=False,
+    embed="",
+    mask=False,
 ):
-    """A published drafter's tensors, random. ``heads``: width of a head. ``outputs``: rows of the LM head."""
+    """A published drafter's tensors, random. ``heads``: width of a head. ``outputs``: rows of the LM head. ``mask``: of
+    P-EAGLE."""
     torch.manual_seed(7)
     wide = 2 * width if version == 3 else width
     rows = {"q": 4 * heads, "k": 2 * heads, "v": 2 * heads}
@@ -128,6 +154,7 @@ def tensors_of(
         tensors |= {f"{prefix}self_attn.{n}_proj.bias": torch.randn(rows[n]) for n in rows}
     tensors["fc.weight"] = torch.randn(width, 3 * D if version == 3 else 2 * D) * 0.3
     tensors |= {"fc.bias": torch.randn(width)} if fc_bias else {}
+    tensors |= {"mask_hidden": torch.randn(1, 1, 3 * D)} if mask else {}
     tensors |= {"norm.weight": torch.randn(width)} if version == 3 else {}
     if embed:
         own = torch.randn(V, width)
@@ -156,6 +183,7 @@ def independent(folder, name, target, features, tokens):
     rope = expected.get("rope_parameters", PLAIN)
     layer |= {"rope_parameters": rope, **scaling(rope)}
     config |= {"norm_before_residual": name == "speculators", "eagle_fc_bias": "fc.bias" in tensors}
+    config |= {"mask_token_id": expected.get("mask_token_id")}
     if "norm.weight" in tensors:
         tensors.setdefault("lm_head.weight", target.lm_head.weight.clone())
     if len(tensors.get("lm_head.weight", ())) == V:
@@ -187,7 +215,7 @@ def test_logits_are_the_published_drafters(target, tmp_path, name):
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     prompts = [[5, 7, 11, 3], [9, 2]]
     plain = SpeculativeDecoder(target).generate(prompts, 24)
-    drafted = SpeculativeDecoder(target, EagleDrafter(eagle, target, (2, 1, 1))).generate(prompts, 24)
+    drafted = SpeculativeDecoder(target, drafter_of(eagle, target, (2, 1, 1))).generate(prompts, 24)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
 
 
@@ -196,6 +224,8 @@ def test_what_is_said_of_an_import(target):
     found, _ = imported("EAGLE-1", target)
     assert found.notes == ("its embeddings are the target's and are not stored again",)
     assert "embed_tokens.weight" not in found.weights and not found.config.own_embeddings
+    note = "its config does not say how many tokens it drafts in a pass: 8, as speculators trains"
+    assert note in imported("P-EAGLE", target)[0].notes and not imported("P-EAGLE of speculators", target)[0].notes[1:]
     assert [imported(name, target)[0].config.fc_bias for name in ("EAGLE-1", "EAGLE-1 of Qwen2")] == [True, False]
 
 
@@ -291,15 +321,16 @@ def test_configs_as_they_are_published(target, source):
     """With the tensors that such a drafter has; what is expected is beside each in the file."""
     given, expected = CONFIGS[source]["config"], CONFIGS[source]["expected"]
     config = miniature(given)
+    whole = config.get("draft_vocab_size", V) == V
     if "refused" in expected:
         with pytest.raises(ValueError, match=expected["refused"]):
-            convert(config, tensors_of(target, "midlayer."), TargetInfo.of(target))
+            convert(config, tensors_of(target, "midlayer.", outputs=V if whole else S), TargetInfo.of(target))
         return
     if "medusa_num_heads" in given:
         tensors = {n: t for n, t in medusa_tensors().items() if ".1.linear" not in n}
         tensors = {n.replace(".2.weight", ".1.weight"): t for n, t in tensors.items()}
     else:
-        version, whole = expected["version"], config.get("draft_vocab_size", V) == V
+        version = expected["version"]
         outputs = (V if whole else S) if version == 3 else None
         tensors = tensors_of(target, "layers.0.", version=version, outputs=outputs)
     if given.get("fc_norm"):
@@ -341,7 +372,19 @@ def without(name):
         ("EAGLE-3", without("norm.weight"), "'norm.weight' is missing"),
         ("EAGLE-3", without("fc.weight"), "'fc.weight' is missing"),
         ("EAGLE-3", without("d2t"), "'d2t' is missing"),
-        ("EAGLE-3", tensor("mask_hidden", lambda _: torch.zeros(1, 3 * D)), "'mask_hidden' is a tensor that is not"),
+        ("EAGLE-3", tensor("mask_hidden", lambda _: torch.zeros(1, 3 * D)), "field 'mask_token_id' is None; it has to"),
+        (
+            "P-EAGLE",
+            tensor("mask_hidden", lambda w: w[..., 1:]),
+            r"'mask_hidden' is \[95\]; config.json promises \[96\]",
+        ),
+        (
+            "P-EAGLE",
+            tensor("layers.1.mlp.up_proj.weight", lambda _: torch.zeros(1)),
+            "'layers.1.mlp.up_proj.weight' is",
+        ),
+        ("P-EAGLE", field(num_lookahead_tokens="5"), "field 'num_lookahead_tokens' is '5'; it has to be a whole num"),
+        ("P-EAGLE of speculators", without("mask_hidden"), "'mask_hidden' is missing"),
         (
             "ModelOpt",
             tensor("layers.1.mlp.up_proj.weight", lambda _: torch.zeros(1)),
@@ -423,6 +466,7 @@ def tiny():
         ("sglang", {"size": None, "norm_output": True}),
         ("sglang", {"captured_layers": (1, 4, 7)}),
         ("vllm", {"norm_before_fc": True}),
+        *itertools.product(("vllm", "speculators"), ({"options": {"parallel": 4}, "norm_before_residual": True},)),
         *itertools.product(("sglang", "vllm", "speculators"), ({"intermediate_size": 72},)),
         ("sglang", {"version": 1, "projection": "shared", "size": None}),
         ("vllm", {"version": 1, "projection": "shared", "size": None, "fc_bias": False}),

@@ -29,7 +29,7 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
     ``tokens``: ``[T + K]`` int64; position t is paired with token t + 1.
     ``embed``, ``lm_head``: the target's, for a folder that shares them.
     Returns ``[T + K − 1, V]`` float32: of every position, then of the K − 1 further tokens of a draft that continues
-    with the given tokens; −inf for tokens that are not drafted."""
+    with the given tokens, of P-EAGLE with its mask pair; −inf for tokens that are not drafted."""
     config = json.loads((folder / "config.json").read_text())
     llama = LlamaConfig(**config.get("transformer_layer_config", config))
     rotary = LlamaRotaryEmbedding(llama)
@@ -70,16 +70,23 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
             "mlp.down_proj", ACT2FN[llama.hidden_act](apply("mlp.gate_proj", x)) * apply("mlp.up_proj", x)
         )
 
-    e = w["embed_tokens.weight"][tokens] if "embed_tokens.weight" in w else embed(tokens).float()
-    g, length = features, len(features)
-    if v3:
+    def fuse(g: Tensor) -> Tensor:
         g = norm(g, "input_norm") if config.get("norm_before_fc") else g
         if config.get("fc_norm"):
             parts = enumerate(g.split(llama.hidden_size, -1))
             g = torch.cat([norm(part, f"fc_norm.{i}") for i, part in parts], -1)
-        g = F.linear(g, w["fc.weight"])
-    outs = [run(e[1 : length + 1], g)]
+        return F.linear(g, w["fc.weight"])
+
+    def embedded(ids: Tensor) -> Tensor:
+        return w["embed_tokens.weight"][ids] if "embed_tokens.weight" in w else embed(ids).float()
+
+    e, length = embedded(tokens), len(features)
+    outs = [run(e[1 : length + 1], fuse(features) if v3 else features)]
     for following in e[length + 1 :]:
+        if "mask_hidden" in w:
+            mask = torch.tensor([config["mask_token_id"]])
+            outs.append(run(embedded(mask), fuse(w["mask_hidden"].view(1, -1))))
+            continue
         last = outs[-1][-1:]
         outs.append(run(following[None], norm(last, "norm") if config.get("norm_output") else last))
     out = torch.cat(outs)

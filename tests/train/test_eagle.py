@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.kernels.soft_loss import ETA, Teacher
 from draftsmith.models.artifact import write_drafter
-from draftsmith.models.eagle import Eagle
+from draftsmith.models.eagle import Eagle, EagleConfig
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.serving.source import open_source
@@ -160,6 +161,53 @@ def test_a_micro_batch_without_a_label(make_target):
     loss.backward()
     assert float(loss.detach()) == 0 and not any(float(value) for value in metrics.values())
     assert all(p.grad is not None and not p.grad.any() for p in module.eagle.parameters())
+
+
+def test_depths_are_dropped_and_not_run(make_target):
+    """Conditional drop-on-depth: the loss and its gradients are those of all depths at the places that are kept, and no
+    others are run, nor those behind a chain's last label."""
+    target = make_target("llama", num_hidden_layers=3)
+    module, batch = make_module(target, one_pass=True, keep_depths=0.6), make_rows(61).batch([0, 1])
+    eagle, labels, ran = module.eagle, module.labels(batch), []
+    runs = labels.flip(0).cumsum(0).flip(0) > 0
+    widths = runs.sum(2).amax(1).tolist()
+    assert widths[0] > widths[1] > widths[2] > 0
+    eagle.midlayer.mlp.register_forward_hook(lambda _, given, out: ran.append(given[0].shape[:2]))
+    counts = module.count(batch)
+    loss, metrics = module(batch, counts, 0)
+    assert ran == [(2, width) for width in widths]
+    tokens = batch["tokens"].long()
+    features = target.features(tokens, eagle.config.captured_layers, batch["positions"]).detach()
+    taught = target.after_head(target.lm_head(features[..., : target.hidden_size])).double()
+    beside = (batch["positions"], batch["segment"])
+    wanted, head = 0.0, eagle.draft_head(target.lm_head)
+    for i, out in enumerate(eagle.unroll(features, target.embeddings, tokens, STEPS, *beside)):
+        each = [loss_of(taught[b, t + i + 1], head(out[b, t]).double(), None, "ce")[0] for b, t in labels[i].nonzero()]
+        assert len(each) == counts[i]
+        assert float(metrics[f"step{i + 1}_loss"]) == pytest.approx(float(sum(each).detach()) / len(each), rel=1e-4)
+        wanted = wanted + sum(each) / len(each)
+    trained = [*eagle.parameters()]
+    pairs = zip(torch.autograd.grad(loss, trained), torch.autograd.grad(wanted, trained), strict=True)
+    for found, exact in pairs:
+        assert (found - exact).norm() < 1e-5 * exact.norm()
+
+
+def test_what_is_dropped(make_target):
+    """Each depth keeps its share of the labels, of chains that keep the depths before, within a sample: anew
+    at each visit, by its number alone."""
+    target, steps = make_target("llama"), 6
+    all_of, module = (make_module(target, unroll=steps, one_pass=True, keep_depths=keep) for keep in (1.0, 0.7))
+    torch.manual_seed(1)
+    samples = [Sample(torch.randint(1, 61, (n,)).tolist(), [False] + [True] * (n - 1)) for n in [250] * 32]
+    batch = Rows(Tokenized.of(samples), 1000, share=True).batch([*range(8)]) | {"visit": torch.arange(8)}
+    whole, kept = all_of.labels(batch), module.labels(batch)
+    assert not (kept & ~whole).any() and torch.equal(kept[0], whole[0])
+    assert not (kept[1:] & whole[:-1] & ~kept[:-1]).any(), "drawn from the chains that are kept"
+    shares = [float(one.sum() / other.sum()) for one, other in zip(kept, whole, strict=True)]
+    assert shares == pytest.approx([1.0, 0.7, 0.49, 0.343, 0.2401, 0.2], abs=0.02)
+    some = {name: part[3:4] for name, part in batch.items()}
+    assert torch.equal(module.labels(some), kept[:, 3:4])
+    assert not torch.equal(module.labels(batch | {"visit": torch.arange(8, 16)}), kept)
 
 
 def test_loss_of_eagle_1(make_target):
@@ -324,6 +372,21 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
     loss.backward()
     assert module.eagle.mask_hidden.grad.abs().min() > 0
     assert "its weights have another shape" in train.refused("z", *FURTHER, f"init_from={further}")
+    assert "keep_depths is for one_pass" in train.refused("z", *FURTHER, "drafter.keep_depths=0.7")
+
+
+def test_visits_go_on_after_a_stop(train, monkeypatch):
+    """By their numbers depths are dropped. A drafter that trains on keeps its mask token, which may be an imported one."""
+    options = ["drafter.one_pass=true", "drafter.keep_depths=0.5", "evaluate.decode=null", "evaluate.every=20"]
+    options += ["stages.0.steps=4", "checkpoint.every=2"]
+    stopped, labels, visits = train.killed(in_step(4), "stopped", *options), eagle.EagleTraining.labels, []
+    monkeypatch.setattr(eagle.EagleTraining, "labels", lambda m, batch: visits.append(batch["visit"]) or labels(m, batch))
+    whole = train(stopped.name, *options, "--resume")
+    assert torch.cat(visits).tolist() == [*range(16, 32)]
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"mask_token_id": 7}))
+    made = EagleConfig(**{name: config[name] for name in EagleConfig.__dataclass_fields__})
+    assert eagle.shape_of_init(make_recipe(one_pass=True), made, ModelFolder("x", whole)).mask_token_id == 7
 
 
 def test_its_mlp_has_a_width_of_its_own(train, tiny_lm):
