@@ -411,6 +411,7 @@ class Eagle(nn.Module):
         positions: Tensor | None = None,
         segment: Tensor | None = None,
         chosen: Tensor | None = None,
+        drafted: Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
@@ -426,6 +427,8 @@ class Eagle(nn.Module):
             segment: ``[B, T]``, which sample of its row a token belongs to; samples do not see each other.
             chosen: ``[B, P]`` int64, the indices that draft (:func:`marked_places`); all if left out. Of the others
                 only the first step's keys and values are computed.
+            drafted: ``[B, P, K]`` int64, the drafts that it reads in place of the true tokens; step i + 1 reads that of
+                step i, which may be written once step i is yielded.
 
         Yields:
             For each step the hidden state of each pair that was run, g or the draft's own, and what the LM head reads:
@@ -451,7 +454,8 @@ class Eagle(nn.Module):
         def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
             own, kept = q, residual
             if step:
-                embeddings = embed(following.gather(1, chosen + step)).to(dtype)
+                before = following.gather(1, chosen + step) if drafted is None else drafted[..., step - 1]
+                embeddings = embed(before).to(dtype)
                 if self.mask_hidden is not None:
                     embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
                 x, kept = self.attention_input(embeddings, hidden)

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.common.field_types import DraftVocabSize, Layers
+from draftsmith.common.field_types import DraftVocabSize, Layers, Replay
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe
 
@@ -43,6 +43,7 @@ class EagleSection(Section):
         description="P-EAGLE (arXiv 2602.01469): the unroll tokens of a draft are drafted in one pass, each without "
         "those before it; init_from may be an EAGLE-3 drafter",
     )
+    replay: Replay = 0.0
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
     )
@@ -67,6 +68,8 @@ class EagleSection(Section):
             raise ValueError(f"loss={self.loss} is for version 3; EAGLE-1 has a regression and ce")
         if self.one_pass and (self.version == 1 or self.unroll < 2):
             raise ValueError("one_pass is for version 3, and for at least two steps (unroll)")
+        if self.replay and (self.version == 1 or self.unroll < 2):
+            raise ValueError("replay is for version 3, and for at least two steps (unroll)")
         if self.version == 3 and not self.bias:
             raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:
@@ -75,6 +78,11 @@ class EagleSection(Section):
         if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
             raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
         return self
+
+    @property
+    def drafts(self) -> int:
+        """K: of a step."""
+        return self.unroll
 
     @property
     def options(self) -> dict[str, Any]:
