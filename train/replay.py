@@ -1,4 +1,4 @@
-"""Draft-OPD: EAGLE-3 and DFlash learn from the drafts that decoding would reject (arXiv 2605.29343 §3).
+"""Draft-OPD: EAGLE-3 and DFlash learn from the drafts that decoding would reject (arXiv 2605.29343).
 
     steps        where decoding an answer by chains of K greedy drafts begins a step: with the answer's first token, and
                  each time r + 1 tokens behind the step before; r of its drafts are accepted
@@ -172,7 +172,7 @@ class Replay(nn.Module):
         drafter's LM head and the target's read of each draft, ``[N, d]`` each."""
         (drafter,), target, head = self.drafter, self.target, self._head
         ids, dtype = drafter.draft_vocab, target.lm_head.weight.dtype
-        shared = getattr(drafter, "lm_head", None) is None
+        scaled = isinstance(drafter, Eagle) and drafter.lm_head is None  # DFlash trains without
 
         def of_chunk(outs: Tensor, states: Tensor, accepted: Tensor, scale: Tensor) -> Tensor:
             with torch.no_grad():
@@ -182,7 +182,7 @@ class Replay(nn.Module):
                     wanted = wanted[:, ids]
                 log_p = wanted.float().log_softmax(-1)
             own = head(outs.to(head.weight.dtype))
-            log_q = (target.after_head(own) if shared else own).float().log_softmax(-1)
+            log_q = (target.after_head(own) if scaled else own).float().log_softmax(-1)
             weight = torch.where(accepted[:, None], log_p, log_q).exp()  # of the distribution that the mean is over
             sign = torch.where(accepted, scale, -scale)
             each = sign * (weight * (log_p - log_q)).sum(-1)

@@ -15,6 +15,8 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import load_target
 from draftsmith.train import dflash, eagle
+from draftsmith.train.checkpoint import read_tensors
+from draftsmith.train.samples import prompts_of
 
 K = 3
 OPTIONS = {"eagle": {"projection": "shared"}, "own": {}, "one_pass": {"one_pass": True}, "dflash": {}}
@@ -51,7 +53,7 @@ def log_q_of(module, text, drafts):
     else:
         outs = made.draft(features, target.embeddings, tokens, torch.tensor([[last + 1]]))[0, 0]
     own = made.draft_head(target.lm_head)(outs)
-    own = own if getattr(made, "lm_head", None) is not None else target.after_head(own)
+    own = target.after_head(own) if isinstance(made, Eagle) and made.lm_head is None else own
     return own.double().log_softmax(-1)
 
 
@@ -170,16 +172,15 @@ def test_steps_are_the_engines(first, tiny_lm):
     target = load_target(str(tiny_lm))
     config = json.loads((first / "config.json").read_text())
     made = Eagle.from_artifact(config, load_file(first / "model.safetensors"), "here")
-    prompts = [[7, 3, 19, 44, 5, 3, 28], [9, 31], [58, 1, 30, 12], [44, 2, 6]]
-    found = SpeculativeDecoder(target, EagleDrafter(made, target, (1,) * K), static=True).generate(
-        prompts, 40, stop_ids=frozenset()
-    )
+    prompts = prompts_of(read_tensors(first / "held_out"))
+    decoder = SpeculativeDecoder(target, EagleDrafter(made, target, (1,) * K), static=True)
+    found = decoder.generate(prompts, 40, stop_ids=frozenset())
     module = eagle.EagleReplay(target, made, test_eagle.make_recipe(replay=1.0))
     drafts = module.labels(padded(prompts, [result.tokens for result in found]))
     for prompt, result, row in zip(prompts, found, drafts[0], strict=True):
         roots = torch.tensor([0, *result.accepted]).cumsum(0)[:-1] + len(prompt)
         assert (row >= 0).nonzero()[:, 0].tolist() == (roots - 1).tolist(), result.accepted
-    assert 1.05 < sum(map(sum, (r.accepted for r in found))) / sum(len(r.accepted) for r in found) < K
+    assert {1, 2} <= {count for result in found for count in result.accepted}
 
 
 def test_what_cannot_be_replayed(train):
