@@ -22,6 +22,13 @@ DraftVocabSize = Annotated[
         "its weight); null: all tokens"
     ),
 ]
+Replay = Annotated[
+    Share,
+    Field(
+        description="share of Draft-OPD's loss (arXiv 2605.29343) in the loss: the target's distributions at the "
+        "drafter's own drafts teach it, also at rejected ones. 1: as published; for a second training (init_from)"
+    ),
+]
 TemplateArguments = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")], bool | int | float | str],
     Field(

@@ -352,6 +352,7 @@ class DrafterRecipe(TrainingRecipe):
             f"target.quantize={self.target.quantize}": self.target.quantize != "none",
             f"evaluate.decode={self.evaluate.decode}": self.evaluate.decode is not None,
             f"data source {asks[:1]}: answers": bool(asks),
+            "drafter.replay": bool(getattr(self.drafter, "replay", 0)),
         }
         if self.target.features and (needed := next((what for what, found in needs.items() if found), None)):
             raise ValueError(

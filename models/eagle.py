@@ -412,6 +412,7 @@ class Eagle(nn.Module):
         segment: Tensor | None = None,
         chosen: Tensor | None = None,
         counts: Sequence[int] | None = None,
+        drafted: Tensor | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training-time test (arXiv 2503.01840 §3.2): K steps of drafting from many positions at once.
 
@@ -429,6 +430,8 @@ class Eagle(nn.Module):
                 only the first step's keys and values are computed.
             counts: how many of the chosen, from the first one on, each step runs: P, then never more than the step
                 before; P in each if left out.
+            drafted: ``[B, P, K]`` int64, the drafts that it reads in place of the true tokens; step i + 1 reads that of
+                step i, which may be written once step i is yielded.
 
         Yields:
             For each step the hidden state of each pair that was run, g or the draft's own, and what the LM head reads:
@@ -456,8 +459,10 @@ class Eagle(nn.Module):
         def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
             own, kept, some = q, residual, slice(counts[step])
             if step:
-                hidden = hidden[:, some]
-                embeddings = embed(following.gather(1, chosen[:, some] + step)).to(dtype)
+                hidden, before = hidden[:, some], following.gather(1, chosen[:, some] + step)
+                if drafted is not None:
+                    before = drafted[:, some, step - 1]
+                embeddings = embed(before).to(dtype)
                 if self.mask_hidden is not None:
                     embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
                 x, kept = self.attention_input(embeddings, hidden)

@@ -4,6 +4,7 @@
 
     L = Σ w_k · CE(x_{a+k} ‖ q_{a,k}) over blocks that begin at random places a of answers, and their drafts k
     drafter.loss=lk: LK of the target's distribution in place of CE, as EAGLE-3's (kernels/soft_loss.py); by gamma alone
+    drafter.replay: on its own drafts, rejected ones too (Draft-OPD, train/replay.py)
 
 The labels are the answers' own tokens; one outside the draft vocabulary does not train. ``drafter.weights``:
 
@@ -42,6 +43,7 @@ from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import fit
 from draftsmith.train.losses import labels_of, linear_block_loss, linear_soft_loss, shifted_labels, teach
+from draftsmith.train.replay import Replay
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
@@ -145,6 +147,10 @@ class DFlashTraining(nn.Module):
         return total, by_draft
 
 
+class DFlashReplay(Replay, DFlashTraining):
+    """A DFlash drafter that learns from its own drafts, too."""
+
+
 def position_weights(drafts: int, gamma: float, device: torch.device) -> Tensor:
     """e^(−(k − 1) / γ) for k = 1 … K: ``[K]``."""
     return torch.exp(-torch.arange(drafts, device=device) / gamma)
@@ -194,7 +200,7 @@ def plans(recipe: DflashRecipe) -> list[Plan]:
     rows = made.outputs * shape.hidden_size
     given = recipe.cache_hidden != "none" or recipe.target.features is not None
     costs: dict[str, Any] = {"projected": round(d.drafts * blocks * rows), "copied": rows if d.draft_vocab_size else 0}
-    costs |= {"passes": 0 if given else 1, "unrolled": made.block_size * blocks}
+    costs |= {"passes": (0 if given else 1) + 2 * bool(d.replay), "unrolled": made.block_size * blocks}
     costs |= {"logits": round(d.drafts * blocks * made.outputs)}
     recomputed, layers = recipe.precision.gradient_checkpointing, made.num_layers * made.block_size * blocks
     kept: dict[str, Any] = {"anchors": d.anchors, "given": given, "recomputed": recomputed, "soft": d.loss == "lk"}
@@ -220,7 +226,9 @@ def train(run: Run[DflashRecipe]) -> None:
     torch.manual_seed(recipe.run.seed)  # for the weights, whatever made the rows
     dflash = DFlash.for_target(target, **shape, draft_vocab_size=size)
     run.start_weights(dflash, target)
-    module = DFlashTraining(target, dflash, recipe)
+    module = (DFlashReplay if d.replay else DFlashTraining)(target, dflash, recipe)
+    if isinstance(module, DFlashReplay):
+        module.check(max(part.length for part in rows))
     facts = draft_vocabulary.apply(run, dflash, target, rows)
     inputs = run.with_hidden(target, rows, module.captures)
     for stage in recipe.stages:

@@ -8,6 +8,7 @@
               drafter.loss=lk: LK in place of CE, which approaches the probability that a draft is accepted
               drafter.one_pass (P-EAGLE): K drafts of one pass, all of weight 1 (arXiv 2602.01469); with
               drafter.keep_depths r draft i trains on a share of r^i of the positions (conditional drop-on-depth)
+              drafter.replay: on its own drafts, rejected ones too (Draft-OPD, train/replay.py)
     EAGLE-1   L = SmoothL1(o_t, h_{t+1}) + 0.1 · CE(p_{t+1} ‖ q_{t,0}); noise on the features that are read
 
 p_u is the target's distribution after token u, on the draft vocabulary; positions whose likeliest token is outside do
@@ -46,6 +47,7 @@ from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_soft_loss, shifted_labels, teach
+from draftsmith.train.replay import Replay
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
@@ -155,6 +157,10 @@ class EagleTraining(nn.Module):
         return loss, metrics
 
 
+class EagleReplay(Replay, EagleTraining):
+    """An EAGLE-3 drafter that learns from its own drafts, too."""
+
+
 def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, the accuracy of each step of drafting, and now and then the real τ."""
     assert isinstance(module, EagleTraining)
@@ -189,7 +195,8 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     passes = sum(d.shares)
     costs: dict[str, Any] = {"projected": round(passes * rows), "copied": rows if d.draft_vocab_size else 0}
     heads, given = made.num_attention_heads, recipe.cache_hidden != "none" or recipe.target.features is not None
-    costs |= {"passes": 0 if given else 1, "unrolled": passes, "logits": round(passes * made.outputs)}
+    costs |= {"passes": (0 if given else 1) + 2 * bool(d.replay), "unrolled": passes}
+    costs |= {"logits": round(passes * made.outputs)}
     recomputed = recipe.precision.gradient_checkpointing
     costs["kept"] = partial(memory.eagle, made, shape.config, steps=passes, given=given, recomputed=recomputed)
     costs |= {
@@ -228,9 +235,11 @@ def train(run: Run[EagleRecipe]) -> None:
     if (config := shape_of_init(recipe, eagle.config, run.start or beginning(recipe))) != eagle.config:
         eagle = Eagle(config)
     run.start_weights(eagle, target)
-    module = EagleTraining(target, eagle, recipe)
+    module = (EagleReplay if d.replay else EagleTraining)(target, eagle, recipe)
     rows = run.read_rows(target, DEPTH)
     facts = draft_vocabulary.apply(run, eagle, target, rows)
+    if isinstance(module, EagleReplay):
+        module.check(max(part.length for part in rows))
     inputs = run.with_hidden(target, rows, module.captures)
     if d.unroll > 1 and run.main:
         console.print(f"the loss is a sum over {d.unroll} unrolled steps")

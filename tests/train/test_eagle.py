@@ -380,7 +380,9 @@ def test_visits_go_on_after_a_stop(train, monkeypatch):
     options = ["drafter.one_pass=true", "drafter.keep_depths=0.5", "evaluate.decode=null", "evaluate.every=20"]
     options += ["stages.0.steps=4", "checkpoint.every=2"]
     stopped, labels, visits = train.killed(in_step(4), "stopped", *options), eagle.EagleTraining.labels, []
-    monkeypatch.setattr(eagle.EagleTraining, "labels", lambda m, batch: visits.append(batch["visit"]) or labels(m, batch))
+    monkeypatch.setattr(
+        eagle.EagleTraining, "labels", lambda m, batch: visits.append(batch["visit"]) or labels(m, batch)
+    )
     whole = train(stopped.name, *options, "--resume")
     assert torch.cat(visits).tolist() == [*range(16, 32)]
     config = json.loads((whole / "config.json").read_text())

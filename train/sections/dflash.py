@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.common.field_types import DraftVocabSize, Layers, Positive
+from draftsmith.common.field_types import DraftVocabSize, Layers, Positive, Replay
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe
 
@@ -51,11 +51,15 @@ class DFlashSection(Section):
     )
     gamma: float = Field(default=4.0, ge=0.1, le=1000, description="of weights=gamma: 7 for blocks of 16, 4 for 8")
 
+    replay: Replay = 0.0
+
     @model_validator(mode="after")
     def _possible(self) -> "DFlashSection":
         layers = self.captured_layers or []
         if len(set(layers)) < len(layers) or any(layer < 0 for layer in layers):
             raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
+        if self.replay and self.drafts < 2:
+            raise ValueError("replay is for blocks of at least two drafts: set block_size=3 or more")
         if self.loss == "lk" and self.weights == "dpace":
             raise ValueError("loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too")
         return self

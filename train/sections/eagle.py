@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftsmith.common.field_types import DraftVocabSize, Layers
+from draftsmith.common.field_types import DraftVocabSize, Layers, Replay
 from draftsmith.common.recipe import Section
 from draftsmith.common.sections import DrafterRecipe
 
@@ -51,6 +51,7 @@ class EagleSection(Section):
         description="one_pass: depth e trains on keep_depths^e of the positions, drawn anew at each visit, a fifth at "
         "least; 0.7 as published: 3.4 passes in place of 8",
     )
+    replay: Replay = 0.0
     noise: float = Field(
         default=0.2, ge=0, le=10, description="EAGLE-1: width of the uniform noise on features, at rows of 512 tokens"
     )
@@ -77,6 +78,8 @@ class EagleSection(Section):
             raise ValueError("one_pass is for version 3, and for at least two steps (unroll)")
         if self.keep_depths < 1 and not self.one_pass:
             raise ValueError("keep_depths is for one_pass: each step of training-time test needs the one before")
+        if self.replay and (self.version == 1 or self.unroll < 2):
+            raise ValueError("replay is for version 3, and for at least two steps (unroll)")
         if self.version == 3 and not self.bias:
             raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:
@@ -90,6 +93,11 @@ class EagleSection(Section):
     def shares(self) -> list[float]:
         """The share of the positions on which each step trains."""
         return [max(self.keep_depths**step, FEWEST) for step in range(self.unroll)]
+
+    @property
+    def drafts(self) -> int:
+        """K: of a step."""
+        return self.unroll
 
     @property
     def options(self) -> dict[str, Any]:
