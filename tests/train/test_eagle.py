@@ -376,7 +376,7 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
 
 
 def test_visits_go_on_after_a_stop(train, monkeypatch):
-    """By their numbers depths are dropped. A drafter that trains on keeps its mask token, which may be an imported one."""
+    """By their numbers depths are dropped. A drafter that trains on keeps its mask token, as an imported one has to."""
     options = ["drafter.one_pass=true", "drafter.keep_depths=0.5", "evaluate.decode=null", "evaluate.every=20"]
     options += ["stages.0.steps=4", "checkpoint.every=2"]
     stopped, labels, visits = train.killed(in_step(4), "stopped", *options), eagle.EagleTraining.labels, []
