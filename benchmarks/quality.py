@@ -1,8 +1,8 @@
 """Quality beside speed: what a drafter that changes the text does to right answers.
 
-    python benchmarks/quality.py models/smollm2-medusa2 models/smollm2-medusa --out runs/quality/quality.json
+    python benchmarks/quality.py runs/smollm2-medusa2 models/smollm2-medusa --out runs/quality/quality.json
     python benchmarks/quality.py models/smollm2-medusa --temperature 0.7 --epsilon 0.09 0.25 --sets arithmetic code
-    python benchmarks/quality.py models/smollm2-medusa2 --judge URL --judge-model NAME --questions question.jsonl
+    python benchmarks/quality.py runs/smollm2-medusa2 --judge URL --judge-model NAME --questions question.jsonl
 
 Tasks that a program judges: `code` (HumanEval, pass@1; each answer runs in a process without network, with read-only
 files), `arithmetic` and `reasoning` (made with --seed; the last number, the first of the words that could be meant),

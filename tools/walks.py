@@ -22,8 +22,8 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 42_550,
-    "lines of Python in tests": 48_600,
+    "lines of Python in the product": 42_950,
+    "lines of Python in tests": 48_950,
     "lines of Python in benchmarks": 12_950,
     "files that inference/engine/engine.py needs": 54,
     "lines of these files": 12_900,

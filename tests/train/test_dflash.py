@@ -9,49 +9,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from training_modules import SLOTS, dflash_module, make_rows
 from training_runs import metrics, write_recipe
 
-from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.kernels.soft_loss import ETA
 from draftsmith.models.dflash import DFlash
 from draftsmith.train import dflash
 from draftsmith.train.dry_run import decode_a_little
 
-SLOTS = 4
-
 # ---- the loss
-
-
-def make_recipe(**drafter):
-    content = {
-        "run": {"name": "x", "seed": 3},
-        "target": {"name": "t"},
-        "drafter": {"block_size": SLOTS, "num_layers": 2, "mask_token_id": 60, **drafter},
-        "data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}]},
-        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 5}],
-    }
-    return dflash.DflashRecipe.model_validate(content)
-
-
-def make_module(target, ids=None, **drafter):
-    recipe = make_recipe(**drafter)
-    shape = dflash.shape_of(recipe) | {"draft_vocab_size": None if ids is None else len(ids)}
-    made = DFlash.for_target(target, **shape)
-    if ids is not None:
-        made.draft_from(ids, target)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return dflash.DFlashTraining(target, made, recipe)
-
-
-def make_rows(share=True):
-    """Four samples, of prompt and answer, in two rows if they share them."""
-    torch.manual_seed(6)
-    sizes = ((9, 3), (5, 1), (7, 4), (6, 2))
-    samples = [Sample(torch.randint(1, 60, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes]
-    return Rows(Tokenized.of(samples), 16, share=share)
 
 
 def lk_of(of_target, log_q, ids):
@@ -106,9 +72,9 @@ def test_loss_is_its_definition(make_target, weights, loss, size):
     """Values and gradients, with packed rows and labels that are not in the draft vocabulary."""
     target = make_target("llama", num_hidden_layers=3)
     ids = None if size is None else torch.arange(0, 60, 3)
-    module = make_module(target, ids, weights=weights, gamma=2.0, loss=loss)
-    numbers, wanted, losses = defined(module, make_rows(share=False))
-    batch = make_rows().batch([0, 1])
+    module = dflash_module(target, ids, weights=weights, gamma=2.0, loss=loss)
+    numbers, wanted, losses = defined(module, make_rows(60, share=False))
+    batch = make_rows(60).batch([0, 1])
     counts = module.count(batch)
     assert counts.tolist() == numbers and len(set(numbers)) == SLOTS - 1
     loss, found = module(batch, counts, 0)
@@ -125,7 +91,7 @@ def test_loss_is_its_definition(make_target, weights, loss, size):
 
 def test_labels_are_the_tokens_behind_the_anchor(make_target):
     """Draft k of a block at a has label x_{a+k}: a shift by one is another loss."""
-    module, batch = make_module(make_target("llama")), make_rows().batch([0, 1])
+    module, batch = dflash_module(make_target("llama")), make_rows(60).batch([0, 1])
     labels = module.labels(batch)
     places = (labels[0] != -100).nonzero().tolist()
     assert len(places) > 5
@@ -141,7 +107,7 @@ def test_labels_are_the_tokens_behind_the_anchor(make_target):
 
 def test_blocks_are_drawn_anew_at_each_visit(make_target):
     """By the seed and the number of the visit alone: not by the other rows of a batch, nor by random numbers drawn."""
-    module, batch = make_module(make_target("llama"), anchors=1), make_rows(share=False).batch([0, 1, 2, 3])
+    module, batch = dflash_module(make_target("llama"), anchors=1), make_rows(60, share=False).batch([0, 1, 2, 3])
     drawn = [module.labels(batch | {"visit": torch.tensor([n, n + 1, n + 2, n + 3])}) for n in range(0, 40, 4)]
     assert all(((labels[0] != -100).sum(1) == 1).all() for labels in drawn)
     assert all(len({int((labels[0, row] != -100).int().argmax()) for labels in drawn}) > 1 for row in (0, 2))
@@ -152,7 +118,7 @@ def test_blocks_are_drawn_anew_at_each_visit(make_target):
 
 def test_a_micro_batch_without_a_label(make_target):
     """A process whose rows have none gives gradients of zero."""
-    module, batch = make_module(make_target("llama")), make_rows().batch([0, 1])
+    module, batch = dflash_module(make_target("llama")), make_rows(60).batch([0, 1])
     batch["supervised"] = torch.zeros_like(batch["supervised"])
     loss, found = module(batch, torch.tensor([5, 5, 5]), 0)
     loss.backward()
@@ -161,7 +127,7 @@ def test_a_micro_batch_without_a_label(make_target):
 
 
 def test_recomputed_layers_have_the_same_gradients(make_target):
-    module, batch = make_module(make_target("llama")), make_rows().batch([0, 1])
+    module, batch = dflash_module(make_target("llama")), make_rows(60).batch([0, 1])
     counts, found = module.count(batch), {}
     for module.dflash.recompute in (False, True):
         kept = []

@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from training_modules import STEPS, eagle_module, eagle_recipe, make_rows
 from training_runs import metrics, write_recipe
 from transformers import AutoTokenizer
 
@@ -26,43 +27,7 @@ from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
 from draftsmith.train.losses import linear_soft_loss
 
-STEPS = 3
-
 # ---- the loss
-
-
-def make_recipe(**drafter):
-    content = {
-        "run": {"name": "x"},
-        "target": {"name": "t"},
-        "drafter": {"version": 3, "unroll": STEPS, **drafter},
-        "data": {"train": [{"source": "stdlib"}], "validation": [{"source": "stdlib"}]},
-        "stages": [{"optim": {"lr": 1e-3}, "batch": {"sequences": 4}, "steps": 5}],
-    }
-    if drafter.get("version") == 1:
-        del content["drafter"]["unroll"]
-    return eagle.EagleRecipe.model_validate(content)
-
-
-def make_module(target, ids=None, **drafter):
-    recipe = make_recipe(**drafter)
-    d = recipe.drafter
-    made = Eagle.for_target(target, d.version, d.projection, None if ids is None else len(ids), (), **d.options)
-    if ids is not None:
-        made.draft_from(ids, target)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return eagle.EagleTraining(target, made, recipe)
-
-
-def make_rows(vocab_size, share=True):
-    """Four samples, of prompt and answer, in two rows if they share them."""
-    torch.manual_seed(6)
-    sizes = ((9, 3), (5, 1), (7, 4), (6, 2))
-    samples = [Sample(torch.randint(1, vocab_size, (n,)).tolist(), [False] * p + [True] * (n - p)) for n, p in sizes]
-    return Rows(Tokenized.of(samples), 16, share=share)
 
 
 def loss_of(of_target, own, ids, kind):
@@ -115,7 +80,7 @@ def test_loss_is_its_definition(make_target, projection, size, family, loss):
     of the LM head one gradient is kept, whatever the number of steps."""
     target, kind = make_target(family, num_hidden_layers=3), loss
     ids = None if size is None else torch.arange(0, 60, 3)[:size]
-    module = make_module(target, ids, projection=projection, loss=kind)
+    module = eagle_module(target, ids, projection=projection, loss=kind)
     losses, acceptance, _, numbers = defined(module, make_rows(61, share=False))
     batch = make_rows(61).batch([0, 1])
     counts = module.count(batch)
@@ -142,7 +107,7 @@ def test_loss_is_its_definition(make_target, projection, size, family, loss):
 @pytest.mark.parametrize("kind", ["ce", "lk"])
 def test_recomputed_steps_have_the_same_gradients(make_target, kind):
     """``precision.gradient_checkpointing`` keeps what grows with the steps' attention and MLP no longer."""
-    module, batch = make_module(make_target("llama", num_hidden_layers=3), loss=kind), make_rows(61).batch([0, 1])
+    module, batch = eagle_module(make_target("llama", num_hidden_layers=3), loss=kind), make_rows(61).batch([0, 1])
     counts, found = module.count(batch), {}
     for module.eagle.recompute in (False, True):
         kept = []
@@ -155,7 +120,7 @@ def test_recomputed_steps_have_the_same_gradients(make_target, kind):
 
 def test_a_micro_batch_without_a_label(make_target):
     """A process whose rows have none gives gradients of zero."""
-    module, batch = make_module(make_target("llama", num_hidden_layers=3)), make_rows(61).batch([0, 1])
+    module, batch = eagle_module(make_target("llama", num_hidden_layers=3)), make_rows(61).batch([0, 1])
     batch["supervised"] = torch.zeros_like(batch["supervised"])
     loss, metrics = module(batch, torch.tensor([5, 5, 5]), 0)
     loss.backward()
@@ -167,7 +132,7 @@ def test_depths_are_dropped_and_not_run(make_target):
     """Conditional drop-on-depth: the loss and its gradients are those of all depths at the places that are kept, and no
     others are run, nor those behind a chain's last label."""
     target = make_target("llama", num_hidden_layers=3)
-    module, batch = make_module(target, one_pass=True, keep_depths=0.6), make_rows(61).batch([0, 1])
+    module, batch = eagle_module(target, one_pass=True, keep_depths=0.6), make_rows(61).batch([0, 1])
     eagle, labels, ran = module.eagle, module.labels(batch), []
     runs = labels.flip(0).cumsum(0).flip(0) > 0
     widths = runs.sum(2).amax(1).tolist()
@@ -196,7 +161,7 @@ def test_what_is_dropped(make_target):
     """Each depth keeps its share of the labels, of chains that keep the depths before, within a sample: anew
     at each visit, by its number alone."""
     target, steps = make_target("llama"), 6
-    all_of, module = (make_module(target, unroll=steps, one_pass=True, keep_depths=keep) for keep in (1.0, 0.7))
+    all_of, module = (eagle_module(target, unroll=steps, one_pass=True, keep_depths=keep) for keep in (1.0, 0.7))
     torch.manual_seed(1)
     samples = [Sample(torch.randint(1, 61, (n,)).tolist(), [False] + [True] * (n - 1)) for n in [250] * 32]
     batch = Rows(Tokenized.of(samples), 1000, share=True).batch([*range(8)]) | {"visit": torch.arange(8)}
@@ -212,7 +177,7 @@ def test_what_is_dropped(make_target):
 
 def test_loss_of_eagle_1(make_target):
     target = make_target("llama")
-    module = make_module(target, version=1, noise=0.0).train()
+    module = eagle_module(target, version=1, noise=0.0).train()
     losses, _, regression, numbers = defined(module, make_rows(61, share=False))
     batch = make_rows(61).batch([0, 1])
     loss, metrics = module(batch, module.count(batch), 0)
@@ -221,7 +186,7 @@ def test_loss_of_eagle_1(make_target):
 
 
 def test_noise_is_a_function_of_the_step(make_target):
-    module = make_module(make_target("llama"), version=1, noise=0.3)
+    module = eagle_module(make_target("llama"), version=1, noise=0.3)
     batch = make_rows(61).batch([0, 1])
     counts = module.count(batch)
 
@@ -366,7 +331,7 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
     config = json.loads((further / "config.json").read_text())
     assert config["parallel"] == STEPS and config["mask_token_id"] == config["vocab_size"] - 1
-    module = make_module(load_target(config["target"]["name_or_path"]), one_pass=True)
+    module = eagle_module(load_target(config["target"]["name_or_path"]), one_pass=True)
     batch = {"tokens": torch.randint(5, 60, (2, 12)), "supervised": torch.ones(2, 12, dtype=torch.bool)}
     loss, _ = module(batch, module.count(batch), 0)
     loss.backward()
@@ -388,7 +353,7 @@ def test_visits_go_on_after_a_stop(train, monkeypatch):
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps(config | {"mask_token_id": 7}))
     made = EagleConfig(**{name: config[name] for name in EagleConfig.__dataclass_fields__})
-    assert eagle.shape_of_init(make_recipe(one_pass=True), made, ModelFolder("x", whole)).mask_token_id == 7
+    assert eagle.shape_of_init(eagle_recipe(one_pass=True), made, ModelFolder("x", whole)).mask_token_id == 7
 
 
 def test_its_mlp_has_a_width_of_its_own(train, tiny_lm):

@@ -3,12 +3,13 @@
 import json
 
 import pytest
-import test_dflash
-import test_eagle
 import torch
 from safetensors.torch import load_file
+from training_modules import dflash_module, dflash_recipe, eagle_module, eagle_recipe
+from training_modules import make_rows as usual_rows
 from training_runs import metrics, write_recipe
 
+from draftsmith.data.packing import Rows
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.engine.answers import padded
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -19,28 +20,28 @@ from draftsmith.train.checkpoint import read_tensors
 from draftsmith.train.samples import prompts_of
 
 K = 3
-OPTIONS = {"eagle": {"projection": "shared"}, "own": {}, "one_pass": {"one_pass": True}, "dflash": {}}
+OPTIONS = {"eagle": {"projection": "shared"}, "own": {}, "one_pass": {"one_pass": True}}
 
 
 def make_modules(target, kind, share, ids=None):
     """A training module with Draft-OPD's loss, and the usual one of the same drafter."""
-    tests, name, made_as = (test_eagle, "eagle", eagle.EagleReplay)
     if kind == "dflash":
-        tests, name, made_as = (test_dflash, "dflash", dflash.DFlashReplay)
-    usual = tests.make_module(target, ids, **OPTIONS[kind])
-    return made_as(target, getattr(usual, name), tests.make_recipe(replay=share, **OPTIONS[kind])), usual
+        usual = dflash_module(target, ids)
+        return dflash.DFlashReplay(target, usual.dflash, dflash_recipe(replay=share)), usual
+    usual = eagle_module(target, ids, **OPTIONS[kind])
+    return eagle.EagleReplay(target, usual.eagle, eagle_recipe(replay=share, **OPTIONS[kind])), usual
 
 
 def make_rows(module, share=True):
     """Four samples, of prompt and answer, in two rows if they share them; of the last two the answers begin with one
     and two of the drafter's own drafts."""
-    rows = test_dflash.make_rows(share=False)
+    rows = usual_rows(60, share=False)
     starts, tokens = rows.samples.starts, rows.samples.tokens
     for number, right in ((2, 1), (3, 2)):
         drafts = module.labels(rows.batch([number]))[:, 0]
         first = int((drafts[0] >= 0).nonzero()[0])
         tokens[starts[number] + first + 2 :][:right] = drafts[:right, first].int()
-    return test_dflash.Rows(rows.samples, 16, share=share)
+    return Rows(rows.samples, 16, share=share)
 
 
 def log_q_of(module, text, drafts):
@@ -175,7 +176,7 @@ def test_steps_are_the_engines(first, tiny_lm):
     prompts = prompts_of(read_tensors(first / "held_out"))
     decoder = SpeculativeDecoder(target, EagleDrafter(made, target, (1,) * K), static=True)
     found = decoder.generate(prompts, 40, stop_ids=frozenset())
-    module = eagle.EagleReplay(target, made, test_eagle.make_recipe(replay=1.0))
+    module = eagle.EagleReplay(target, made, eagle_recipe(replay=1.0))
     drafts = module.labels(padded(prompts, [result.tokens for result in found]))
     for prompt, result, row in zip(prompts, found, drafts[0], strict=True):
         roots = torch.tensor([0, *result.accepted]).cumsum(0)[:-1] + len(prompt)
