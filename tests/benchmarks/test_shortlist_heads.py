@@ -100,7 +100,7 @@ def drafts(target, eagle):
 def heads(drafts, target):
     heads = shortlists(len(drafts.weight), target.hidden_size)
     low = heads["low_rank"]
-    low.down, up = low_rank_factors(drafts.weight, 6)
+    low.down, up = low_rank_factors(drafts.weight, 6, torch.eye(drafts.weight.shape[1]))
     low.up = up[low.order]
     return heads
 

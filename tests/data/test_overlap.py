@@ -212,7 +212,7 @@ def test_drafters_for_smollm2_were_trained_on_no_evaluation_prompt(run_main):
     recipes = [*ROOT.glob("models/smollm2-*/recipe.yaml"), ROOT / "recipes/smollm2-dynaspec.yaml"]
     sections = [yaml.safe_load(path.read_text())["data"] for path in recipes]
     named = {source["source"] for data in sections for part in ("train", "validation") for source in data[part]}
-    assert len(recipes) == 4 and len(named) == 5 and all((ROOT / file).is_file() for file in named)
+    assert len(recipes) == 3 and len(named) == 5 and all((ROOT / file).is_file() for file in named)
     files = sorted({ROOT / file for file in named} | {*ROOT.glob("data/coder-*")})
     assert len(files) == 8 and len(Overlap.load().prompts) == 13159
     code, out, err = run_main(command.main, *files)
