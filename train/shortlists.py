@@ -25,6 +25,7 @@ from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.drafters.dynaspec import PART, check_eagle
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, open_eagle_drafts, record
+from draftsmith.inference.measure.tree_statistics import AT_ONCE
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.identity import was_asked
@@ -226,10 +227,12 @@ def second_moment(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Tensor
     )
     with ProgressBar("what the LM head reads", len(texts), console) as bar, run.evaluating(drafts.embed):
         for done, text in enumerate(texts, 1):
-            for rollout in drafts.run(*text):
-                read = rollout.out.to(moment)
-                moment.addmm_(read.t(), read)
-                count += len(read)
+            at_once = max(1, AT_ONCE // text[0].shape[1])
+            for part in zip(*(each.split(at_once) for each in text), strict=True):
+                for rollout in drafts.run(*part):
+                    read = rollout.out.to(moment)
+                    moment.addmm_(read.t(), read)
+                    count += len(read)
             bar(done)
     return moment / count
 
