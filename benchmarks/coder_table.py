@@ -1,14 +1,15 @@
-"""The table of trained drafters in README.md and RESULTS.md, made from reports of inference/decode.py.
+"""The tables of drafters in README.md and RESULTS.md, made from reports of inference/decode.py.
 
     python benchmarks/coder_table.py runs/coder/report.json               # print the table of some reports
     python benchmarks/coder_table.py --keep runs/coder/*/report.json      # keep what it needs of them
-    python benchmarks/coder_table.py --write README.md RESULTS.md         # the kept ones' table, between its markers
+    python benchmarks/coder_table.py --write README.md RESULTS.md         # the kept ones' tables, between their markers
 
 A row is a target, a drafter and a device: training tokens and time, then τ and tokens/s over plain decoding on each of
 four sets of prompts and on all of them, each with its 95 % interval, and how many tokens differ from plain decoding.
 Kept reports are benchmarks/results/coder/*.json, without paths and without figures of single prompts; a report of the
-same target, drafter, device and dtype takes the place of the one before. Below stand published figures, from
-benchmarks/results/published.json.
+same target, drafter, device and dtype takes the place of the one before. A document's marker says which rows it has:
+smollm2-table those of SmolLM2, and coder-table the others, with published figures (benchmarks/results/published.json)
+below.
 
 The reports are written by decode.py with the four sets as files, named humaneval.jsonl, mbpp.jsonl, gsm8k.jsonl and
 mt-bench.jsonl (--prompts for each), --baseline engine and --check-lossless.
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = "benchmarks/results/coder"
 PUBLISHED = "benchmarks/results/published.json"
 SETS = {"humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K", "mt-bench": "MT-Bench"}
-BEGIN, END = "<!-- coder-table -->", "<!-- /coder-table -->"
+TABLES = ("coder-table", "smollm2-table")
 FIGURES = ("prompts", "timed_prompts", "mean_accepted_length", "mean_accepted_length_interval", "speedup")
 FIGURES += ("speedup_interval", "tokens_per_second", "baselines")
 FACTS = ("target_fingerprint", "device", "dtype", "mode", "lossy", "sampling", "max_new_tokens", "batch_size")
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("reports", nargs="*", type=Path, metavar="REPORT.json", help="the kept ones if left out")
     parser.add_argument("--keep", action="store_true", help=f"write what the table needs of them into {KEPT}/")
     parser.add_argument(
-        "--write", type=Path, nargs="+", default=[], metavar="FILE.md", help=f"put the kept ones' table after {BEGIN}"
+        "--write", type=Path, nargs="+", default=[], metavar="FILE.md", help="put the kept ones' tables there"
     )
     return parser
 
@@ -210,9 +211,24 @@ def published() -> str:
     )
 
 
-def block(reports: Sequence[Mapping[str, Any]]) -> str:
-    """What stands between the markers."""
-    return f"{measured(reports)}\n\n{published()}"
+def block(reports: Sequence[Mapping[str, Any]], marker: str = "coder-table") -> str:
+    """What stands between a marker and its end."""
+    small = marker == "smollm2-table"
+    rows = measured([report for report in reports if report["target"].startswith("smollm2") == small])
+    return rows if small else f"{rows}\n\n{published()}"
+
+
+def place(text: str, name: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """A document with the tables whose markers it has.
+
+    Raises:
+        ValueError: it has none, or one without its end.
+    """
+    markers = [marker for marker in TABLES if f"<!-- {marker} -->" in text]
+    for marker in markers or TABLES:
+        before, _, after = between(text, name, f"<!-- {marker} -->", f"<!-- /{marker} -->")
+        text = before + block(reports, marker) + after
+    return text
 
 
 def main() -> None:
@@ -228,13 +244,11 @@ def main() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, report)
         console.print(f"wrote {file.relative_to(ROOT)}", markup=False, soft_wrap=True)
-    shown = block(given if args.reports and not args.keep else kept())
     for path in args.write:
-        before, _, after = between(read_text(path, "document"), str(path), BEGIN, END)
-        write_text(path, before + shown + after)
+        write_text(path, place(read_text(path, "document"), str(path), kept()))
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if not args.write:
-        print(shown)
+        print(f"{measured(given if args.reports and not args.keep else kept())}\n\n{published()}")
 
 
 if __name__ == "__main__":

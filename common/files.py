@@ -266,3 +266,11 @@ def json_object(path: Path, what: str = "file") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: a JSON object is needed, got {type(value).__name__}")
     return value
+
+
+def object_or_empty(path: Path) -> dict[str, Any]:
+    """:func:`json_object`; an empty one where there is none that can be read."""
+    try:
+        return json_object(path)
+    except (OSError, ValueError):
+        return {}

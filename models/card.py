@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.common.files import json_object
+from draftsmith.common.files import object_or_empty
 from draftsmith.models.files.locate import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
@@ -157,9 +157,9 @@ def as_text(value: Any) -> str:
 def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     """A table of what was measured, from the files of a drafter's folder; a sentence if there is nothing.
     ``facts``: content of provenance.json, if it is not the folder's."""
-    facts = _content(folder / "provenance.json") if facts is None else facts
+    facts = object_or_empty(folder / "provenance.json") if facts is None else facts
     rows = [(what, facts[name], _where(facts)) for name, what in MEASURED.items() if _is_number(facts.get(name))]
-    tree = _content(folder / "tree.json")
+    tree = object_or_empty(folder / "tree.json")
     counts = [len(paths) for paths in (tree.get("parts") or [tree.get("paths") or []])]
     found = tree.get("calibration")
     calibration = found if isinstance(found, dict) else {}
@@ -176,7 +176,7 @@ def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     if isinstance(by_nodes, dict):
         shown = ", ".join(f"{nodes}: {tau:.2f}" for nodes, tau in by_nodes.items() if _is_number(tau))
         rows.append(("τ that calibration expects, by nodes", shown, _where(calibration)))
-    report = _content(folder / "report.json")
+    report = object_or_empty(folder / "report.json")
     if str(report.get("date", "")) >= str(facts.get("date", "")):  # else it is of earlier weights
         rows += _decoded(report, folder)
     if not rows:
@@ -243,10 +243,3 @@ def _where(facts: Mapping[str, Any]) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _content(file: Path) -> dict[str, Any]:
-    try:
-        return json_object(file)
-    except (OSError, ValueError):
-        return {}

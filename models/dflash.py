@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from draftsmith.models.artifact import with_weights
-from draftsmith.models.eagle import check_captured, check_sizes, layers_to_capture, llama_config, sizes_for
+from draftsmith.models.eagle import check_captured, check_sizes, layers_to_capture, llama_config, rotate, sizes_for
 from draftsmith.models.target import Target
 from draftsmith.models.unrolled import Keys, block_mask, dense_mask, takes_blocks, unrolled_attention
 from draftsmith.models.vocabulary import check_size, check_whole, head_rows
@@ -298,11 +298,6 @@ class DFlash(nn.Module):
         mask = self.context_mask(anchors, segment, context)
         of_anchors = tokens.gather(1, anchors), positions.gather(1, anchors)
         return self.blocks(context, mask, embed, *of_anchors)[:, :, 1:]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
 def block_anchors(supervised: Tensor, segment: Tensor | None, uniforms: Tensor, most: int) -> Tensor:

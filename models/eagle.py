@@ -378,10 +378,6 @@ class Eagle(nn.Module):
         normed = self.norm(out)
         return normed, normed if self.config.norm_output else out
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
-        return x * cos[:, None] + rotate_half(x) * sin[:, None]
-
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
         """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
 
@@ -389,8 +385,8 @@ class Eagle(nn.Module):
             return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
         attention = self.midlayer.self_attn
-        keys = self.rotate(split(attention.k_proj(x)), cos, sin), split(attention.v_proj(x))
-        return self.rotate(split(attention.q_proj(x)), cos, sin), keys
+        keys = rotate(split(attention.k_proj(x)), cos, sin), split(attention.v_proj(x))
+        return rotate(split(attention.q_proj(x)), cos, sin), keys
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """The layer's output o ``[B, T, d]`` from the attention's ``[B, H, T, D]``."""
@@ -485,3 +481,8 @@ def marked_places(marks: Tensor) -> Tensor:
     ``marks``: ``[B, T]`` bool.
     Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
     return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.common.files import json_object, parse_json, read_text
+from draftsmith.common.files import object_or_empty, parse_json, read_text
 
 
 def training_of(folder: Path) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def training_of(folder: Path) -> dict[str, Any]:
     steps, device: of the training.
     init_from: the drafter that it began with, whose own training is not in these figures.
     """
-    facts = _object(folder / "provenance.json")
+    facts = object_or_empty(folder / "provenance.json")
     labels = facts.get("data_labels") or []
     known = labels and all(isinstance(each, int) for each in labels)
     seconds = facts.get("training_seconds")
@@ -30,13 +30,6 @@ def training_of(folder: Path) -> dict[str, Any]:
         "device": facts.get("device"),
         "init_from": facts.get("init_from"),
     }
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return json_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _seconds(folder: Path) -> float | None:

@@ -100,8 +100,6 @@ def hidden_states(
         )
     if stored and accelerator.is_main_process and not there:
         shutil.rmtree(stored, ignore_errors=True)
-        for older in stored.parent.glob(f"{stored.name}.*"):  # of a version that had one file for all
-            older.unlink()
         stored.mkdir(parents=True, exist_ok=True)
         write_json(stored / "asked.json", request)
     accelerator.wait_for_everyone()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.benchmarks import coder_table
-from draftsmith.benchmarks.coder_table import BEGIN, END, SETS
+from draftsmith.benchmarks.coder_table import SETS, TABLES
 from draftsmith.benchmarks.documents import between
 from draftsmith.inference import decode
 from draftsmith.models.artifact import write_json
@@ -16,12 +16,24 @@ ROOT = Path(__file__).parents[2]
 TEXTS = ["import os", "def f(x):", "class A:", "for i in", "return x"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
-def test_the_documents_have_the_table_of_the_kept_reports(name):
-    _, inside, _ = between((ROOT / name).read_text(), name, BEGIN, END)
-    assert inside == coder_table.block(coder_table.kept()), (
+BEGIN, END = ("<!-- coder-table -->", "<!-- /coder-table -->")
+
+
+@pytest.mark.parametrize(("name", "tables"), [("README.md", TABLES[:1]), ("RESULTS.md", TABLES)])
+def test_the_documents_have_the_tables_of_the_kept_reports(name, tables):
+    text = (ROOT / name).read_text()
+    assert all(text.count(f"<!-- {marker} -->\n| target ") == (marker in tables) for marker in TABLES)
+    assert text == coder_table.place(text, name, coder_table.kept()), (
         "python benchmarks/coder_table.py --write README.md RESULTS.md"
     )
+
+
+def test_a_marker_has_the_rows_of_its_targets():
+    reports = [{**report, "target": name} for report in coder_table.kept()[:1] for name in ("smollm2", "another")]
+    text = "".join(f"<!-- {marker} -->\nold\n<!-- /{marker} -->\n" for marker in TABLES)
+    coder, smollm2 = coder_table.place(text, "page", reports).split("<!-- smollm2-table -->")
+    assert "| another |" in coder and "| smollm2 |" not in coder and "Published figures" in coder
+    assert "| smollm2 |" in smollm2 and "| another |" not in smollm2 and "Published figures" not in smollm2
 
 
 def test_kept_reports_name_no_machine():
