@@ -303,16 +303,6 @@ class TrainingRecipe(Recipe):
 
     stages: list[Stage] = Field(min_length=1, description="trained one after the other")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _stages_are_listed(cls, content: Any) -> Any:
-        if isinstance(content, dict) and "stages" not in content and "steps" in content:
-            raise ValueError(
-                "steps, batch and optim belong to an entry of the list 'stages' now: "
-                "stages: [{name: train, steps: …, batch: …, optim: …}]; 'joint' is a section of a stage"
-            )
-        return content
-
     @model_validator(mode="after")
     def _one_name_each(self) -> "TrainingRecipe":
         names = [stage.name for stage in self.stages]

@@ -30,9 +30,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from draftsmith.models.artifact import with_weights
-from draftsmith.models.eagle import check_captured, check_sizes, layers_to_capture, llama_config, rotate, sizes_for
+from draftsmith.models.eagle import check_captured, check_sizes, layers_to_capture, llama_config, sizes_for
 from draftsmith.models.target import Target
-from draftsmith.models.unrolled import Keys, block_mask, dense_mask, takes_blocks, unrolled_attention
+from draftsmith.models.unrolled import Keys, block_mask, dense_mask, rotate, takes_blocks, unrolled_attention
 from draftsmith.models.vocabulary import check_size, check_whole, head_rows
 
 MOST_SLOTS = 64  # of a block
@@ -206,7 +206,10 @@ class DFlash(nn.Module):
         """An untrained drafter for a target. A draft vocabulary is the first ids, until :meth:`draft_from` is called.
         ``shape``: the arguments of :meth:`DFlashConfig.for_target` from ``block_size`` on.
         Raises ValueError: the target has no such layers or mask token."""
-        return cls(DFlashConfig.for_target(target.config, target.vocab_size, target.context, **shape)).to(target.device)
+        made = DFlashConfig.for_target(target.config, target.vocab_size, target.context, **shape)
+        dflash = cls(made).to(target.device)
+        nn.init.constant_(dflash.norm.weight, target.hidden_scale())  # as EAGLE's
+        return dflash
 
     def draft_from(self, ids: Tensor, target: Target) -> None:
         """Set the draft vocabulary, int64 ascending ids, of an untrained drafter."""

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.unrolled import Keys, block_mask, dense_mask, takes_blocks, unrolled_attention
+from draftsmith.models.unrolled import Keys, block_mask, dense_mask, rotate, takes_blocks, unrolled_attention
 from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
 
 SIZES = (
@@ -295,12 +295,15 @@ class Eagle(nn.Module):
 
     @classmethod
     def for_target(cls, target: Target, *shape: Any, **options: Any) -> "Eagle":
-        """An untrained drafter for a target; its own LM head has the target's rows. A draft vocabulary is the first
+        """An untrained drafter for a target. Its own LM head has the target's rows, and its last norm begins as large
+        as the target's: from 1 it grows too slowly where the LM head's rows are small. A draft vocabulary is the first
         ids, until :meth:`draft_from` is called.
         ``shape``, ``options``: the arguments of :meth:`EagleConfig.for_target` from ``version`` on.
         Raises ValueError: the target has no such layers, or its LM head's rows cannot be taken."""
         made = EagleConfig.for_target(target.config, target.vocab_size, target.context, *shape, **options)
         eagle = cls(made).to(target.device)
+        if eagle.norm is not None:
+            nn.init.constant_(eagle.norm.weight, target.hidden_scale())  # as large as what its LM head reads
         eagle._start_lm_head(target)
         return eagle
 
@@ -481,8 +484,3 @@ def marked_places(marks: Tensor) -> Tensor:
     ``marks``: ``[B, T]`` bool.
     Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
     return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]

@@ -168,6 +168,13 @@ class Target:
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden.to(tokens.device)  # a spread target may end on another device
 
+    @torch.no_grad()
+    def hidden_scale(self) -> float:
+        """The root mean square of the last hidden states' entries, after the final norm, which sets it."""
+        tokens = torch.arange(32, device=self.device)[None] * (self.vocab_size // 32)
+        hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        return float(hidden.float().square().mean().sqrt())
+
     def features(self, tokens: Tensor, captures: Sequence[int] = (), positions: Tensor | None = None) -> Tensor:
         """Last hidden states as :meth:`hidden` gives them, then the inputs of the captured layers, in their order.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from transformers.models.llama.modeling_llama import rotate_half
 
 from draftsmith.common.command import first_line
 from draftsmith.models.precision import say
@@ -25,6 +26,11 @@ from draftsmith.models.precision import say
 Keys = tuple[Tensor, Tensor]  # rotated keys and values, each [B, G, T, D]
 SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one time in training
 NARROWEST = 16  # width of a head that FlexAttention's kernels take
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
 def takes_blocks(q: Tensor) -> bool:

@@ -24,8 +24,8 @@ LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
     "lines of Python in the product": 42_950,
-    "lines of Python in tests": 48_950,
-    "lines of Python in benchmarks": 12_950,
+    "lines of Python in tests": 49_000,
+    "lines of Python in benchmarks": 12_850,
     "files that inference/engine/engine.py needs": 54,
     "lines of these files": 12_900,
     "lines of the longest function outside kernels": 100,

@@ -18,6 +18,7 @@ token, d hidden width, V vocabulary.
 """
 
 import copy
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from draftsmith.inference.measure.tree_statistics import block_ranks, selection_
 from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
 from draftsmith.models.eagle import marked_places
+from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
 from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, memory, sharded
@@ -47,7 +49,7 @@ from draftsmith.train.replay import Replay
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
-from draftsmith.train.sections.dflash import DflashRecipe
+from draftsmith.train.sections.dflash import DflashRecipe, DFlashSection
 
 SMOOTHING = 0.5  # of confidences in D-PACE (arXiv 2605.18810)
 NONE, OUTSIDE = -100, -1  # labels: there is none; it is not in the draft vocabulary
@@ -180,20 +182,23 @@ def evaluate(run: Run[DflashRecipe], module: nn.Module) -> dict[str, float]:
     return metrics | run.decode_tau(target, lambda: DFlashDrafter(copy.deepcopy(dflash), tree, target))
 
 
-def shape_of(recipe: DflashRecipe) -> dict[str, Any]:
-    """The drafter's shape as the recipe says it; what it leaves out is as in the drafter of ``init_from``."""
-    d, start = recipe.drafter, beginning(recipe)
-    shape = d.shape | {"mask_token_id": d.mask_token_id}
-    left_out = [name for name, value in shape.items() if value is None]
-    return shape | ({name: start.config.get(name) for name in left_out} if start else {})
+def with_start(recipe: DflashRecipe, made: DFlashConfig, start: ModelFolder | None) -> DFlashConfig:
+    """The config of a drafter that begins with ``start``, the one of ``init_from``: what the recipe does not say is as
+    in ``start``, heads, rotary positions and the norms' ε among it."""
+    if start is None:
+        return made
+    own = {name for name in DFlashSection.model_fields if getattr(recipe.drafter, name) is not None}
+    own |= {"draft_vocab_size", "vocab_size", "max_position_embeddings", "num_target_layers"}
+    left = [f.name for f in fields(made) if f.name not in own and f.name in start.config]
+    return replace(made, **{name: start.config[name] for name in left})
 
 
 def plans(recipe: DflashRecipe) -> list[Plan]:
     """What each stage costs."""
     d, shape, length = recipe.drafter, target_shape(recipe.target), recipe.data.max_length
-    known: dict[str, Any] = shape_of(recipe) | {"draft_vocab_size": d.draft_vocab_size}
-    known["mask_token_id"] = known["mask_token_id"] or 0
+    known: dict[str, Any] = d.shape | {"draft_vocab_size": d.draft_vocab_size, "mask_token_id": d.mask_token_id or 0}
     made = DFlashConfig.for_target(shape.config, shape.vocab_size, length, **known)
+    made = with_start(recipe, made, beginning(recipe))
     with torch.device("meta"):
         own = sum(p.numel() for p in DFlash(made).parameters())
     blocks = memory.row_blocks(d.anchors, length, d.block_size, recipe.data.packing) / length  # of a token
@@ -221,10 +226,13 @@ def train(run: Run[DflashRecipe]) -> None:
     recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     rows = run.read_rows(target, d.drafts)
-    shape = shape_of(recipe)
-    shape["mask_token_id"] = draft_vocabulary.mask_token(run, shape["mask_token_id"], target, rows)
+    start, mask = run.start or beginning(recipe), d.mask_token_id
+    mask = start.config.get("mask_token_id") if start and mask is None else mask
+    mask = draft_vocabulary.mask_token(run, mask, target, rows)
     torch.manual_seed(recipe.run.seed)  # for the weights, whatever made the rows
-    dflash = DFlash.for_target(target, **shape, draft_vocab_size=size)
+    dflash = DFlash.for_target(target, **d.shape, mask_token_id=mask, draft_vocab_size=size)
+    if (config := with_start(recipe, dflash.config, start)) != dflash.config:
+        dflash = DFlash(config)
     run.start_weights(dflash, target)
     module = (DFlashReplay if d.replay else DFlashTraining)(target, dflash, recipe)
     if isinstance(module, DFlashReplay):

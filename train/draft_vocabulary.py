@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.common.files import json_object, write_json
 from draftsmith.data.packing import Rows
 from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
@@ -19,6 +20,7 @@ from draftsmith.train.run import Run
 from draftsmith.train.samples import Batches
 
 FOLDER = "draft_vocab"  # of the run: the draft vocabulary that it began with
+MASK = "mask_token.json"  # of the run: the mask token that was chosen
 
 
 def begun(run: Run[Any]) -> Tensor | None:
@@ -110,19 +112,25 @@ def choose(
 
 
 def mask_token(run: Run[Any], given: int | None, target: Target, rows: Sequence[Batches]) -> int:
-    """The mask token of a block drafter: the ``given`` one, else one that is no token, else the highest one that no row
-    has.
+    """The mask token of a block drafter: the ``given`` one, else that of the run that goes on, else one that is no
+    token, else the highest one that no row has.
     Raises ValueError: a row has the given one; or there is none left."""
     seen = torch.zeros(target.vocab_size, dtype=torch.bool)
     for tokens in [run.held_out["tokens"], *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
         seen[torch.as_tensor(tokens).flatten().long()] = True
+    chosen = run.folder / MASK
+    if given is None and run.resume and chosen.exists():
+        given = int(json_object(chosen, "mask token")["mask_token_id"])
     if given is None:
         unused = ~used(run, target.vocab_size) & ~seen
         left, special = ~seen, {*target.stop_ids, *getattr(run.tokenizer, "all_special_ids", ())}
         left[torch.tensor([token for token in special if token < len(left)], dtype=torch.int64)] = False
         if not left.any():
             raise ValueError("drafter.mask_token_id: the rows have every token; give the id of a rare one")
-        return int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
+        token = int(unused.int().argmax()) if unused.any() else int(left.nonzero()[-1])
+        if run.main:
+            write_json(chosen, {"mask_token_id": token})
+        return token
     if given >= target.vocab_size:
         raise ValueError(f"drafter.mask_token_id={given}: the target's ids are 0 to {target.vocab_size - 1}")
     if seen[given]:

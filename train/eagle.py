@@ -115,7 +115,7 @@ class EagleTraining(nn.Module):
         eagle, labelled, steps = self.eagle, labels_of(self, batch), self.steps  # [K, B, T]
         taught = torch.zeros_like(labelled[0])  # where the target's distribution is needed
         for i, where in enumerate(labelled):
-            taught[:, i + 1 :] |= where[:, : where.shape[1] - i - 1]
+            taught[:, i + 1 :] |= where[:, : max(0, where.shape[1] - i - 1)]
         hidden = features[..., : eagle.config.feature_size][taught]  # [N, d]
         teacher = self.teach(hidden)
         # Which indices run step i: those with a label there or later. Of training-time test each runs all steps, and

@@ -8,7 +8,6 @@ import glob
 import importlib.util
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ _OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
 # What --restart deletes.
 _FILES = (
     *("metrics.jsonl", "training.html", "model.safetensors", "config.json", "tree.json", "wandb_id"),
-    *("clusters.json", "clusters.png"),
+    *("clusters.json", "clusters.png", "mask_token.json"),
 )
 _FOLDERS = (  # and a drafter's parts
     "features",
@@ -108,17 +107,7 @@ def _kind(folder: Path) -> str | None:
     """The script whose run a folder is; None if it is no run."""
     if (folder / _MARK).exists():
         return str(json_object(folder / _MARK, "run's mark").get("kind"))
-    # Runs from before there was a mark.
-    if (folder / "manifest.json").is_file():
-        try:
-            return "distill" if "decides" in json_object(folder / "manifest.json") else None
-        except (OSError, ValueError):
-            return None
-    if not (folder / "checkpoints").is_dir() or not (folder / "recipe.yaml").is_file():
-        return None
-    command = read_text(folder / "recipe.yaml", "recipe").partition("\n")[0]
-    script = re.search(r"train/(\w+)\.py", command)
-    return script[1] if script else None
+    return None
 
 
 def check_data(recipe: Recipe) -> None:

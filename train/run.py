@@ -70,6 +70,8 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
     for name in ("captured_layers", "intermediate_size", "mask_token_id"):
         if shape.get(name, 0) is None:
             shape.pop(name)  # it then has the same ones
+    if config.get("parallel") and not shape["one_pass"]:
+        raise ValueError(f"{where}: it drafts in one pass; set drafter.one_pass=true")
     for name, value in shape.items():
         if config.get(name, value) != value:  # what a config leaves out only concerns training
             raise ValueError(f"{where}: its {name} is {config[name]!r}, the recipe's {value!r}; set drafter.{name}")

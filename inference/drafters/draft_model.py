@@ -140,7 +140,8 @@ class DraftModelDrafter(Drafter):
         self.skipped, self.chains = False, chain_passes(max_depth, static, rows, device)
         self.max_missing = len(self.chains) - 1
         self.rows, self.eager = rows, not static or not self.static
-        self.own = self.cache = KVCache(self.model, rows, cache.capacity)
+        # An eager step pads all rows to the tokens of the one that misses most.
+        self.own = self.cache = KVCache(self.model, rows, cache.capacity + self.max_missing * self.eager)
         if self.entries is None:
             self.cache.lengths = cache.lengths  # shared: both hold the same text
         else:

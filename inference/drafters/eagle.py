@@ -67,6 +67,7 @@ class EagleDrafter(Drafter):
 
     static = True
     reads_own_path = False
+    further = 0  # pairs behind the root's in the pass that drafts
 
     def __init__(
         self,
@@ -142,7 +143,9 @@ class EagleDrafter(Drafter):
         self.max_missing = len(self.chains) - 1
         self.window: PairWindow | None = None
         if self.selector is None:
-            self.layer.allocate(rows, cache.capacity + runs, static)
+            # An eager step pads all rows to the pairs of the one that misses most.
+            padded = 0 if static else self.max_missing + self.further
+            self.layer.allocate(rows, cache.capacity + max(runs, padded), static)
         else:
             step_slots = 1 + max(self.num_nodes, 1 + runs, self.max_missing)
             slots = PairWindow.slots(self.selector, self.max_missing, step_slots)

@@ -81,9 +81,8 @@ class MedusaDrafter(Drafter):
         return self.tree.fill(state.root, tokens)  # [B, K, R]
 
     def _logits(self, feature: Tensor) -> Tensor:
-        """``[B, d] → [B, K, S]``, scaled or capped as the target's own."""
-        logits = self.heads.logits(feature, self.draft_head, self.max_depth).transpose(0, 1)
-        return self.target.after_head(logits) if self.target.changes_logits else logits
+        """``[B, d] → [B, K, S]``, without a scale or cap of the target's own, as in training."""
+        return self.heads.logits(feature, self.draft_head, self.max_depth).transpose(0, 1)
 
     def _best(self, feature: Tensor) -> Tensor:
         """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
@@ -98,10 +97,10 @@ class MedusaDrafter(Drafter):
     def _likeliest(self, state: State, tree: IndependentTree) -> tuple[Tensor, Tensor]:
         """Of each head, the log of the estimated acceptance of its R best tokens, under the noise of the text if there
         is any, and these tokens: ``[B, K, R]`` each."""
-        ids, feature, plain = self.heads.draft_vocab, state.feature, not self.target.changes_logits
+        ids, feature = self.heads.draft_vocab, state.feature
         if state.noise is not None:
             return state.noise.draft(self._logits(feature), self.depths[: self.max_depth], self.ranks, ids)
-        weight = kernel_weight(self.draft_head, feature) if self.shared and plain else None
+        weight = kernel_weight(self.draft_head, feature) if self.shared else None
         if weight is None:
             log_q, tokens = best_tokens(self._logits(feature), self.ranks, True, ids)
         else:

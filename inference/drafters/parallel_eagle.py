@@ -8,6 +8,7 @@ Shape letters are those of :mod:`draftsmith.inference.drafters.eagle`; D depth, 
 """
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,18 @@ class ParallelEagleDrafter(EagleDrafter):
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
 
+    def with_tree(self, tree: Sequence[int] | Topology | DynamicShape, **options: Any) -> EagleDrafter:
+        """As :meth:`EagleDrafter.with_tree`. What was measured of this tree's paths is not the other's."""
+        other = copy(self)
+        other.acceptances = other.confidence = None
+        return super(ParallelEagleDrafter, other).with_tree(tree, **options)
+
     def _allocate_tree(self, rows: int, static: bool) -> None:
         """Nothing: its trees have no buffers."""
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
-        super().allocate(cache, max_depth, static)
         self.further = self.max_depth - 1  # depths that mask pairs draft
+        super().allocate(cache, max_depth, static)
         self.chains = chain_passes(max_depth, static, cache.rows, self.device, self.further)
         self.depths = torch.arange(self.max_depth, device=self.device)  # of each depth's parents
         with torch.no_grad():

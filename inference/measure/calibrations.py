@@ -88,11 +88,12 @@ def eagle(
     """Its rank of the true token in each step of drafting, by its whole LM head; trees of up to eight levels."""
     layer = Eagle.from_artifact(config, weights, str(folder))
     if depth := min(DEPTH, layer.config.parallel):
-        return _of_one_pass(
+        own = _of_one_pass(
             depth,
             lambda target, tokens, marks: eagle_choices(target, to_target(layer, target), tokens, marks, depth),
             lambda tree, target, confidence: ParallelEagleDrafter(layer, target, tree, confidence=confidence),
         )
+        return replace(own, facts=depth_facts)
     drafters: list[EagleDrafter] = []
 
     def first(target: Target) -> EagleDrafter:
@@ -153,15 +154,17 @@ def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
     """The rank of the true token at each draft of a block, by the whole LM head; trees as deep as there are drafts."""
     made = DFlash.from_artifact(config, weights, str(folder))
 
-    def facts(ranks: Tensor) -> dict[str, Any]:
-        return {"candidates": candidates(ranks[:, :, 0]), "accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
-
     own = _of_one_pass(
         made.config.num_draft_heads,
         lambda target, tokens, marks: block_choices(target, made.to(target.device), tokens, marks),
         lambda tree, target, confidence: DFlashDrafter(deepcopy(made), tree, target, confidence=confidence),
     )
-    return replace(own, facts=facts)
+    return replace(own, facts=depth_facts)
+
+
+def depth_facts(ranks: Tensor) -> dict[str, Any]:
+    """What tree.json records of a drafter of one pass: the candidates of a merge, and the accuracy of each depth."""
+    return {"candidates": candidates(ranks[:, :, 0]), "accuracy_by_depth_and_rank": accuracy(ranks[:, :, 0])}
 
 
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:

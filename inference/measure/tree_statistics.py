@@ -119,8 +119,7 @@ def head_choices(
     hidden = target.hidden(tokens.long().to(target.device))[begins.to(target.device)]  # [P, d]
     features = enumerate(heads.features(hidden.to(heads.weight.dtype)))
     logits = ((heads.head_logits(k, chunk, draft_head) for chunk in each.split(LOGITS)) for k, each in features)
-    after = target.after_head if with_log_q and target.changes_logits else None
-    return _choices(logits, heads.tokens, labels, begins, min(MAX_RANK, heads.config.outputs), with_log_q, after)
+    return _choices(logits, heads.tokens, labels, begins, min(MAX_RANK, heads.config.outputs), with_log_q)
 
 
 def _choices(
@@ -130,7 +129,7 @@ def _choices(
     begins: Tensor,
     top: int,
     with_log_q: bool,
-    after: Callable[[Tensor], Tensor] | None,
+    after: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ranks ``[B, T, K]`` and log q ``[B, T, K, R]`` of :func:`head_choices`, from the logits at the positions where a
     step begins, in chunks, by depth. ``tokens``: of places of the logits; ``after``: scales or caps these."""
@@ -201,7 +200,6 @@ def block_choices(
     context = dflash.context(features, positions)
     ranks = torch.full((*tokens.shape, depth), -1, dtype=torch.int64)
     log_q = torch.full((*ranks.shape, top), -torch.inf)
-    after = target.after_head if with_log_q and target.changes_logits else None
     at = torch.arange(len(tokens))[:, None]
     for part in places.split(max(1, rows.shape[1] // config.block_size), 1):  # as many slots as tokens
         begun, anchors = begins.gather(1, part), (part + 1).clamp(max=rows.shape[1] - 1).to(rows.device)
@@ -211,7 +209,7 @@ def block_choices(
         logits = ((draft_head(chunk) for chunk in each.split(LOGITS)) for each in by_draft)
         own = at.expand_as(part)[begun], part[begun]
         begins_all = torch.ones(len(own[0]), dtype=torch.bool)
-        found = _choices(logits, dflash.tokens, labels[own], begins_all, top, with_log_q, after)
+        found = _choices(logits, dflash.tokens, labels[own], begins_all, top, with_log_q)
         ranks[own], log_q[own] = found
     return ranks, log_q
 

@@ -453,14 +453,3 @@ def test_the_script_of_another_recipe(run_main):
     assert code == 2 and "this recipe is for" not in err
     code, _, err = run_main(preview.main, ROOT / "recipes/tiny-medusa.yaml", "run.nam=x", script="data/preview.py")
     assert code == 2 and "unknown key 'run.nam'" in err and "this recipe is for" not in err, "it reads all recipes"
-
-
-def test_a_recipe_from_before_there_were_stages(run_main, tmp_path):
-    from draftsmith.train import medusa
-
-    text = (ROOT / "recipes/tiny-medusa.yaml").read_text()
-    old = tmp_path / "old.yaml"
-    old.write_text(text[: text.index("stages:")] + "steps: 3\nbatch: {sequences: 2}\noptim: {lr: 1e-3}\n")
-    code, _, err = run_main(medusa.main, old)
-    assert code == 2 and err.startswith(f"error: {old}: steps, batch and optim belong to an entry of the list 'stages'")
-    assert err.count("\n") == 1

@@ -185,6 +185,19 @@ def test_a_dynamic_tree_simulated_is_what_the_engine_does(trained, confident):
     assert simulate_depths(accepted, begins) == sum(lengths) / len(lengths)
 
 
+def test_drafts_leave_out_the_scale_of_the_targets_logits(make_target):
+    """As in training: otherwise sampled drafts and dynamic trees go by flatter distributions than were trained."""
+    target = make_target("granite")
+    heads, hidden = MedusaHeads.for_target(target, 2, 1, "shared"), torch.randn(1, target.hidden_size)
+    tokens, supervised = torch.randint(1, 60, (1, 8)), torch.ones(1, 8, dtype=torch.bool)
+    log_q = head_choices(target, heads, tokens, supervised)[1][0, 3, 0]
+    own = heads.logits(target.hidden(tokens)[:, 3], heads.draft_head(target.lm_head))[0, 0]
+    assert target.changes_logits
+    torch.testing.assert_close(log_q, own.log_softmax(-1).topk(len(log_q)).values)
+    drafter = MedusaDrafter(heads, chain(2), target)
+    assert torch.equal(drafter._logits(hidden), heads.logits(hidden, drafter.draft_head, 2).transpose(0, 1))
+
+
 def test_confidence_is_what_happened():
     """Of tokens whose acceptance is 0.8 √q at the first depth, and at the second does not depend on q."""
     log_q = torch.rand(4000, 2, 2).clamp(min=0.01).div(2).sort(descending=True).values.log()

@@ -14,6 +14,7 @@ from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.runner import Runner, engine_attention, joined_features
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.models import unrolled
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places
 from draftsmith.models.unrolled import block_mask, dense_mask, unrolled_attention
 
@@ -313,6 +314,18 @@ def test_features_are_the_engines(make_target, family):
             chunk = Chunk.of([(row, 0, text) for row, text in enumerate(tokens.tolist())], target.device)
             engines = joined_features(*runner.forward_prompts(chunk, captures))
         torch.testing.assert_close(found, engines.view_as(found), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "gemma2"])
+def test_the_last_norm_begins_as_large_as_the_targets(make_target, family):
+    target = make_target(family)
+    with torch.no_grad():
+        target.decoder.norm.weight.mul_(7)
+    mask = {"block_size": 4, "num_layers": 1, "mask_token_id": 3, "captured_layers": (0, 1)}
+    tokens, x = torch.randint(1, 60, (1, 40)), torch.randn(40, target.hidden_size)
+    wanted = target.hidden(tokens).square().mean().sqrt()
+    for drafter in (Eagle.for_target(target, 3, "shared", captured_layers=(0, 1)), DFlash.for_target(target, **mask)):
+        assert drafter.norm(x).square().mean().sqrt() == pytest.approx(float(wanted), rel=0.1)
 
 
 def test_layers_to_capture():

@@ -13,7 +13,9 @@ from training_modules import SLOTS, dflash_module, make_rows
 from training_runs import metrics, write_recipe
 
 from draftsmith.kernels.soft_loss import ETA
+from draftsmith.models.artifact import write_drafter
 from draftsmith.models.dflash import DFlash
+from draftsmith.models.target import load_target
 from draftsmith.train import dflash
 from draftsmith.train.dry_run import decode_a_little
 
@@ -192,8 +194,30 @@ def test_begin_with_another_drafter(whole, train):
         torch.testing.assert_close(one[name], two[name], atol=1e-6, rtol=0)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (whole, second)]
     assert configs[0]["mask_token_id"] == configs[1]["mask_token_id"]
+    assert not (second / "mask_token.json").exists(), "none was chosen"
     said = train.refused("z", *other, "drafter.block_size=5")
     assert said.startswith(f"error: init_from={whole}: its block_size is 4, the recipe's 5; set drafter.block_size")
+
+
+def test_begin_with_a_drafter_of_other_positions(whole, train, tiny_lm):
+    """What no recipe says is the drafter's."""
+    config, weights = json.loads((whole / "config.json").read_text()), load_file(whole / "model.safetensors")
+    theirs = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rms_norm_eps": 3e-4}
+    folder, made = whole.parent / "imported", DFlash.from_artifact(config | theirs, weights, "here")
+    write_drafter(folder, "dflash", made.config.to_dict(), weights, load_target(str(tiny_lm)), {})
+    further = train("further", f"init_from={folder}", "stages.0.steps=2", "evaluate={every: 2}")
+    assert (
+        DFlash.from_artifact(json.loads((further / "config.json").read_text()), weights, "here").config == made.config
+    )
+
+
+def test_a_run_that_goes_on_has_the_mask_token_that_it_began_with(whole, train):
+    folder = train.killed((dflash.DFlashTraining, "count", 2 * 12), "stopped", "checkpoint.every=10")
+    chosen = json.loads((whole / "config.json").read_text())["mask_token_id"]
+    assert json.loads((folder / "mask_token.json").read_text()) == {"mask_token_id": chosen}
+    some = int(load_file(folder / "held_out/model.safetensors")["tokens"][0, 3])
+    (folder / "mask_token.json").write_text(json.dumps({"mask_token_id": some}))
+    assert f"mask_token_id={some}: some rows have this token" in train.refused("stopped", "--resume")
 
 
 def test_plans_count_what_trains(recipe, whole, tiny_lm):

@@ -128,6 +128,18 @@ def test_a_micro_batch_without_a_label(make_target):
     assert all(p.grad is not None and not p.grad.any() for p in module.eagle.parameters())
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_rows_shorter_than_a_chain(make_target, one_pass):
+    """They train the steps that they have."""
+    module = eagle_module(make_target("llama", num_hidden_layers=3), unroll=8, one_pass=one_pass)
+    batch = {"tokens": torch.randint(1, 60, (2, 6)), "supervised": torch.ones(2, 6, dtype=torch.bool)}
+    counts = module.count(batch)
+    assert counts.tolist() == [2 * max(0, 4 - k) for k in range(8)]
+    loss, found = module(batch, counts, 0)
+    loss.backward()
+    assert loss.isfinite() and found["step4_loss"] > 0 == found["step5_loss"]
+
+
 def test_depths_are_dropped_and_not_run(make_target):
     """Conditional drop-on-depth: the loss and its gradients are those of all depths at the places that are kept, and no
     others are run, nor those behind a chain's last label."""
@@ -336,7 +348,8 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
     loss, _ = module(batch, module.count(batch), 0)
     loss.backward()
     assert module.eagle.mask_hidden.grad.abs().min() > 0
-    assert "its weights have another shape" in train.refused("z", *FURTHER, f"init_from={further}")
+    said = train.refused("z", *FURTHER, f"init_from={further}")
+    assert said == f"error: init_from={further}: it drafts in one pass; set drafter.one_pass=true\n"
     assert "keep_depths is for one_pass" in train.refused("z", *FURTHER, "drafter.keep_depths=0.7")
 
 

@@ -93,22 +93,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_leaves_no_lines(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["answers"] and list((tmp_path / "answers").iterdir())
 
 
-def test_runs_from_before_the_mark(tmp_path):
-    for script in ("medusa", "lm"):
-        old_run(tmp_path / script, script)
-        make_checkpoint(tmp_path / script, 1)
-    (tmp_path / "distill").mkdir()
-    (tmp_path / "distill/manifest.json").write_text('{"decides": {}}')
-    for kind in ("medusa", "lm", "distill"):
-        for other in {"medusa", "lm", "distill"} - {kind}:
-            with pytest.raises(ValueError, match=rf"is a run of train/{kind}\.py; train/{other}\.py writes only"):
-                enter(tmp_path / kind, other)
-        assert ".run" not in names(tmp_path / kind)
-        enter(tmp_path / kind, kind)
-        with pytest.raises(ValueError, match=f"is a run of train/{kind}"):
-            enter(tmp_path / kind, "x")
-
-
 def test_anything_else_is_refused_and_not_touched(tmp_path):
     old_run(tmp_path / "model", "lm")  # as models/tiny-lm: a model folder with its recipe, no checkpoints
     (tmp_path / "project").mkdir()

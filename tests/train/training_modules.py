@@ -50,8 +50,9 @@ def eagle_module(target, ids=None, **drafter):
 
 def dflash_module(target, ids=None, **drafter):
     recipe = dflash_recipe(**drafter)
-    shape = dflash.shape_of(recipe) | {"draft_vocab_size": None if ids is None else len(ids)}
-    return dflash.DFlashTraining(target, _random(DFlash.for_target(target, **shape), target, ids), recipe)
+    d, size = recipe.drafter, None if ids is None else len(ids)
+    made = DFlash.for_target(target, **d.shape, mask_token_id=d.mask_token_id, draft_vocab_size=size)
+    return dflash.DFlashTraining(target, _random(made, target, ids), recipe)
 
 
 def make_rows(vocab_size, share=True):

@@ -86,7 +86,8 @@ class DflashRecipe(DrafterRecipe):
             raise ValueError("precision.compile: the blocks are others in every step; leave it off")
         if self.export.merged:
             raise ValueError("export.merged: no DFlash drafter changes the target; leave it out")
-        if self.drafter.mask_token_id is None and any(source.streaming for source in self.data.train):
+        searched = self.drafter.mask_token_id is None and self.init_from is None
+        if searched and any(source.streaming for source in self.data.train):
             raise ValueError(
                 "drafter.mask_token_id: a streamed source is not searched for an unused token; give the id of one"
             )

@@ -13,12 +13,18 @@ from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
 
 from draftsmith.inference import calibrate
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
+from draftsmith.inference.drafters.eagle_layer import EagleLayer
 from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter, drafter_of
 from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.budget import Budget
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
+from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.measure.tree_statistics import eagle_ranks, simulate
+from draftsmith.inference.trees.by_level import LevelPass
 from draftsmith.inference.trees.dynamic import DynamicShape
+from draftsmith.inference.trees.independent import RankTree
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
@@ -70,6 +76,52 @@ def test_the_engines_logits_are_the_training_forwards(make_target, tree, static)
     occurs(all(drafter.seen[length] for length in range(4)), str(drafter.seen))
 
 
+@pytest.mark.parametrize("family", ["parallel", "levels", "draft model"])
+def test_steps_without_drafts_near_the_caches_end(make_target, monkeypatch, family):
+    """A long text with few tokens left beside a short one: the pass after them pads the long one as far as the other
+    misses pairs."""
+    target, length, drafting = make_target("llama", max_position_embeddings=256), 4, [0]
+    if family == "draft model":
+        drafter = DraftModelDrafter(target, target, (1,) * length)
+    else:
+        eagle = Eagle.for_target(target, 3, "shared", parallel=length * (family == "parallel"))
+        drafter = drafter_of(eagle, target, (1,) * length)
+        if family == "parallel":
+            drafter.tree = RankTree(chain(length), target.device, [0.5] * length)
+            drafter.has_acceptance = True
+    drafter.costs = StepCosts({1: 1.0, 8: 1.2})
+    passes = []
+
+    def asks(budget, number):
+        drafting[0] += 1
+        if drafting[0] % 27 != 26:
+            return False
+        budget.sources[number].asked += 1
+        budget.level, budget.ended, budget.levels, budget.mark = 0, False, [budget.roots], budget.clock()
+        return True
+
+    def check(level, tokens, lengths, capacity):  # kernels do not look where they write
+        passes.append(tokens.shape[1])
+        assert int(lengths.max()) + level.first + tokens.shape[1] <= capacity
+
+    def of_layer(layer, level, tokens, hidden, lengths, *rest, run=EagleLayer.run):
+        check(level, tokens, lengths, layer.capacity)
+        return run(layer, level, tokens, hidden, lengths, *rest)
+
+    def of_model(level, runner, tokens, lengths, *rest, run=LevelPass.run):
+        check(level, tokens, lengths, runner.cache.capacity)
+        return run(level, runner, tokens, lengths, *rest)
+
+    monkeypatch.setattr(Budget, "asks", asks)
+    monkeypatch.setattr(EagleLayer, "run", of_layer)
+    monkeypatch.setattr(LevelPass, "run", of_model)
+    texts = ((range(5, 10), 100), (range(20, 25), 24), ([7] * 101, 4))
+    requests = [Request([*prompt], count, stop_ids=NONE) for prompt, count in texts]
+    results = SpeculativeDecoder(target, drafter, static=False).serve(requests, 2)
+    assert [result.tokens for result in results] == suite.plain_texts(target, requests)
+    assert drafting[0] > 50 and max(passes) > 20
+
+
 def test_drafts_do_not_see_each_others_tokens(make_target):
     """In the training forward: no true token beyond the next one, and no feature beyond the position, changes them."""
     target = suite.phrases(make_target)
@@ -86,6 +138,17 @@ def test_drafts_do_not_see_each_others_tokens(make_target):
     assert torch.equal(before, drafts(torch.cat((features[:, :4], 0 * features[:, 4:]), 1), later))
     later[:, 4] = (later[:, 4] + 1) % 60
     assert not torch.isclose(before, drafts(features, later)).all(-1).any(), "the next token is seen at every depth"
+
+
+def test_another_tree_has_no_acceptance_of_the_first(make_target):
+    target = suite.phrases(make_target)
+    tree = Topology(((0,), (0, 0), (1,)))
+    drafter = ParallelEagleDrafter(untrained(target, "parallel"), target, tree, [0.5, 0.3, 0.2])
+    assert drafter.has_acceptance
+    other = drafter.with_tree((1, 1))
+    assert not other.has_acceptance and drafter.acceptances and other.num_nodes == 3
+    (result,) = SpeculativeDecoder(target, other).generate([STARTS[0]], 20, stop_ids=NONE)
+    assert result.tokens == suite.plain_texts(target, [Request(STARTS[0], 20, stop_ids=NONE)])[0]
 
 
 def test_which_trees_fit(make_target):
