@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -172,7 +172,9 @@ class Target:
     def hidden_scale(self) -> float:
         """The root mean square of the last hidden states' entries, after the final norm, which sets it."""
         tokens = torch.arange(32, device=self.device)[None] * (self.vocab_size // 32)
-        hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        plain = cast(Any, self.decoder).config._attn_implementation in ("eager", "sdpa")  # not the engine's
+        with nullcontext() if plain else self.attention("sdpa"):
+            hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
         return float(hidden.float().square().mean().sqrt())
 
     def features(self, tokens: Tensor, captures: Sequence[int] = (), positions: Tensor | None = None) -> Tensor:
