@@ -211,7 +211,7 @@ def published() -> str:
     )
 
 
-def block(reports: Sequence[Mapping[str, Any]], marker: str = "coder-table") -> str:
+def block(reports: Sequence[Mapping[str, Any]], marker: str) -> str:
     """What stands between a marker and its end."""
     small = marker == "smollm2-table"
     rows = measured([report for report in reports if report["target"].startswith("smollm2") == small])

@@ -296,8 +296,8 @@ class Eagle(nn.Module):
     @classmethod
     def for_target(cls, target: Target, *shape: Any, **options: Any) -> "Eagle":
         """An untrained drafter for a target. Its own LM head has the target's rows, and its last norm begins as large
-        as the target's: from 1 it grows too slowly where the LM head's rows are small. A draft vocabulary is the first
-        ids, until :meth:`draft_from` is called.
+        as the target's: from 1 the Coder's learned more slowly (benchmarks/log/2026-11-28.md). A draft
+        vocabulary is the first ids, until :meth:`draft_from` is called.
         ``shape``, ``options``: the arguments of :meth:`EagleConfig.for_target` from ``version`` on.
         Raises ValueError: the target has no such layers, or its LM head's rows cannot be taken."""
         made = EagleConfig.for_target(target.config, target.vocab_size, target.context, *shape, **options)

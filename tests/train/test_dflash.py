@@ -220,6 +220,16 @@ def test_a_run_that_goes_on_has_the_mask_token_that_it_began_with(whole, train):
     assert f"mask_token_id={some}: some rows have this token" in train.refused("stopped", "--resume")
 
 
+def test_a_streamed_source_needs_a_mask_token(recipe):
+    """Which init_from gives, too."""
+    content = yaml.safe_load(recipe.read_text())
+    content["data"]["train"] = [{"source": "hub/chats", "streaming": True}]
+    content["drafter"]["draft_vocab_size"] = None
+    with pytest.raises(ValueError, match="a streamed source is not searched for an unused token"):
+        dflash.DflashRecipe.model_validate(content)
+    assert dflash.DflashRecipe.model_validate(content | {"init_from": "runs/x"}).drafter.mask_token_id is None
+
+
 def test_plans_count_what_trains(recipe, whole, tiny_lm):
     content = yaml.safe_load(recipe.read_text()) | {"target": {"name": str(tiny_lm), "dtype": "float32"}}
     (plan,) = dflash.plans(dflash.DflashRecipe.model_validate(content))
