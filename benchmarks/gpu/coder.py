@@ -10,9 +10,10 @@ interrupted and the next one uses what is there:
     convert    the target's GGUF file to safetensors
     answers    conversations that the target writes, greedily, with those of --answers: train.jsonl and held.jsonl;
                --questions: what it answers in place of the recipe's seeds
-    train      EAGLE-3 and Medusa-1, side by side: folders eagle3 and medusa
+    train      EAGLE-3 and Medusa-1, or --families, side by side: folders eagle3 and medusa. DFlash and P-EAGLE are for
+               the 0.5B; P-EAGLE begins with the drafter that is in eagle3
     calibrate  a tree for each
-    decode     plain decoding, both drafters, n-grams and merges, on all four sets: report/
+    decode     plain decoding, the drafters, n-grams and merges, on all four sets: report/
     same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
     curve      training on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
     pack       drafters and answers, in pieces of 16 MB at most: pack/
@@ -50,8 +51,11 @@ AROUND = 35  # seconds of a training run for loading, the last evaluation and wr
 HELD_OUT = 256  # conversations, or a tenth
 PIECE = 16_000_000  # bytes
 CHECKED = ("--check-lossless", "--seconds")
-FAMILIES = ("eagle3", "medusa")
-METHODS = ("medusa", "eagle3", "ngram", "medusa+ngram", "eagle3+ngram")
+FAMILIES = {"medusa": "medusa", "eagle3": "eagle", "dflash": "dflash", "peagle": "eagle"}  # with what trains them
+USUAL = ("eagle3", "medusa")
+
+
+PASSES: dict[str, float] = {"eagle3": 3, "medusa": 2, "dflash": 5, "peagle": 2}
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Size:
     written: int
     mlp: int
     seconds: dict[str, float]
-    epochs: tuple[float, float] = (3, 2)  # passes of EAGLE-3 and of Medusa, if the time is enough
+    epochs: dict[str, float] = field(default_factory=lambda: PASSES)  # if the time is enough
     seeds: bool = True
     shares: tuple[float, ...] = ()
 
@@ -72,7 +76,7 @@ SIZES = {
                                "same-bits": 40, "curve": 110, "pack": 20},
                  seeds=False, shares=(0.16, 0.33, 0.65, 1.3)),
     "1.5b": Size(18_000, 3584, {"convert": 45, "answers": 90, "train": 210, "calibrate": 115, "decode": 150,
-                                "same-bits": 45, "curve": 1, "pack": 30}, epochs=(3, 1)),
+                                "same-bits": 45, "curve": 1, "pack": 30}, epochs=PASSES | {"medusa": 1}),
 }  # fmt: skip
 
 
@@ -153,18 +157,20 @@ class Bundle:
     def training(self, family: str, folder: str, data: str, stage: str, share: float = 0.0) -> Job:
         """Its time is the stage's limit less what a run takes around its steps. A ``share`` of the answers, in millions
         of tokens, has a batch of which its passes are a hundred steps or so."""
-        module = "draftsmith.train.eagle" if family == "eagle3" else "draftsmith.train.medusa"
+        module = f"draftsmith.train.{FAMILIES[family]}"
         fields = [f"run.output_dir={self.out}", f"run.name={folder}", *self.target]
         fields += [
             f"data.train=[{{source: {self.out / data}}}]",
             f"data.validation=[{{source: {self.out / 'held.jsonl'}}}]",
         ]
         fields += ["checkpoint.every=100000", "evaluate.every=100000", "stages.0.steps=null"]
-        epochs = self.size.epochs[family == "medusa"]
+        epochs = self.size.epochs[family]
         fields += [f"stages.0.epochs={epochs:g}"]
         fields += [f"stages.0.seconds={max(1.0, self.limit(stage) - AROUND):g}"]
         if family == "eagle3":
             fields += [f"drafter.intermediate_size={self.size.mlp}"]
+        if family == "peagle":
+            fields += [f"init_from={self.out / 'eagle3'}"]
         if share:
             rows = share * 1e6 * epochs / (0.75 * 1024)  # three quarters of the tokens are answers
             fields += [f"stages.0.batch.sequences={min((4, 8, 16, 32), key=lambda size: abs(rows / size - 100))}"]
@@ -203,17 +209,20 @@ class Bundle:
         return [Job("pack", words, self.out / "pack/drafters.tar.xz.000")]
 
     def calibrate(self) -> list[Job]:
-        seconds = 1 if self.toy else 12
+        seconds = 1 if self.toy else min(12, self.limit("calibrate") / 8)
         return [
             Job(f"calibrate-{name}", python("draftsmith.inference.calibrate", self.out / name, "--seconds", seconds),
                 self.out / name / "tree.json")
-            for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()
+            for name in self.trained
         ]  # fmt: skip
 
+    @property
+    def trained(self) -> list[str]:
+        return [name for name in FAMILIES if (self.out / name / "config.json").exists()]
+
     def decoding(self, name: str, prompts: int, environment: dict[str, str], *options: str) -> Job:
-        here = [name for name in ("medusa", "eagle3") if (self.out / name / "config.json").exists()]
-        drafters = [method if method == "ngram" else str(self.out / method) for method in METHODS
-                    if method == "ngram" or method.split("+")[0] in here]  # fmt: skip
+        alone = [str(self.out / family) for family in self.trained]
+        drafters = [*alone, "ngram", *(f"{drafter}+ngram" for drafter in alone)]
         files = [word for each in SETS for word in ("--prompts", str(self.prompts / f"{each}.jsonl"))]
         files += ["--first", str(prompts), "--target", "models/tiny-lm" if self.toy else self.model]
         tokens = 8 if self.toy else 128
@@ -320,7 +329,7 @@ def parser() -> CommandLine:
         "--questions", type=Path, help="JSON lines of {messages}, answered in place of the recipe's seeds"
     )
     parser.add_argument("--share", type=float, nargs="*", help="millions of answer tokens of each point of the curve")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="what is trained")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(USUAL), help="what is trained")
     parser.add_argument("--limit", nargs="*", default=[], metavar="STAGE=SECONDS", help="in place of the stage's own")
     parser.add_argument("--minutes", type=float, default=11, help="of all stages, at most (default 11)")
     parser.add_argument("--batch-size", type=int, default=1024, help="conversations at once (default 1024)")
