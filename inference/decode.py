@@ -406,6 +406,7 @@ def main() -> None:
 
         from draftsmith.inference.commands.interactive import answer, interact, print_legend, stream_prompts
         from draftsmith.inference.commands.memory import check_memory, longest_text, target_name
+        from draftsmith.inference.drafters.load import check_trees
         from draftsmith.inference.engine.engine import SpeculativeDecoder
         from draftsmith.inference.engine.text import answer_text
         from draftsmith.inference.load import load_drafter
@@ -440,6 +441,8 @@ def main() -> None:
     if asked and (name := args.target or target_name(args.drafters)):
         longest = partial(longest_text, name, asked, args.max_new_tokens)
         check_memory(name, args.drafters, longest, max(args.samples or 1, min(args.batch_size, len(asked))), options)
+    if args.tree == "auto":
+        check_trees(args.drafters)
     if args.plan:
         target, _ = load_drafter("none", target_name=args.target, **options)
         prompts = encode_prompts(given_to(target), target)

@@ -13,7 +13,7 @@ interrupted and the next one uses what is there:
     train      EAGLE-3 and Medusa-1, or --families, side by side: folders eagle3 and medusa. DFlash and P-EAGLE are for
                the 0.5B; P-EAGLE begins with the drafter that is in eagle3
     calibrate  a tree for each
-    decode     plain decoding, the drafters, n-grams and merges, on all four sets: report/
+    decode     plain decoding, the drafters that have a tree, n-grams and merges, on all four sets: report/
     same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
     curve      training on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
     pack       drafters and answers, in pieces of 16 MB at most: pack/
@@ -221,7 +221,7 @@ class Bundle:
         return [name for name in FAMILIES if (self.out / name / "config.json").exists()]
 
     def decoding(self, name: str, prompts: int, environment: dict[str, str], *options: str) -> Job:
-        alone = [str(self.out / family) for family in self.trained]
+        alone = [str(self.out / family) for family in self.trained if (self.out / family / "tree.json").exists()]
         drafters = [*alone, "ngram", *(f"{drafter}+ngram" for drafter in alone)]
         files = [word for each in SETS for word in ("--prompts", str(self.prompts / f"{each}.jsonl"))]
         files += ["--first", str(prompts), "--target", "models/tiny-lm" if self.toy else self.model]

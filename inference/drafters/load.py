@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import calibrated_on, chosen_at_load
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import device_name, read_drafter
-from draftsmith.models.files.locate import locate
+from draftsmith.models.files.locate import local_folder, locate
 from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.target import Target, load_target
 from draftsmith.models.training import training_of
@@ -33,6 +33,22 @@ def read_named(name: str, target: str | None = None, **options: Any) -> tuple[Pa
     names.check_name(name, target)
     own = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
     return read_drafter(convert_if_published(name, target, **own))
+
+
+def check_trees(drafters: Sequence[str]) -> None:
+    """Whether the folders of these drafters have their trees, before weights are read. Raises as :func:`tree_of`."""
+    for each in (part for name in drafters for part in names.parts_of(name) if names.has_folder(part)):
+        folder = local_folder(names.folder_of(each)[0])
+        config = json_object(folder / "config.json") if folder and (folder / "config.json").exists() else {}
+        if folder and "drafter_type" in config and has_tree(family_of(folder, config)):
+            tree_of(folder, each)
+
+
+def tree_of(folder: Path, name: str) -> Path:
+    """The tree of a drafter's folder. Raises FileNotFoundError: it has none."""
+    if (tree := folder / "tree.json").exists():
+        return tree
+    raise FileNotFoundError(f"{folder}: has no tree.json yet; run: python inference/calibrate.py {shlex.quote(name)}")
 
 
 def open_named(
@@ -57,11 +73,7 @@ def open_named(
         folder, config, weights = stored[each]
         path = None
         if has_tree(families[each]):
-            path = folder / "tree.json" if tree == "auto" else Path(tree)
-            if tree == "auto" and not path.exists():
-                raise FileNotFoundError(
-                    f"{folder}: has no tree.json yet; run: python inference/calibrate.py {shlex.quote(each)}"
-                )
+            path = tree_of(folder, each) if tree == "auto" else Path(tree)
             if tree == "auto":
                 trees[each] = path
         at_load = path is not None and chosen_at_load(path)
