@@ -31,6 +31,7 @@ from scipy.stats import t as t_distribution
 from draftsmith.inference import calibrate
 from draftsmith.inference.commands import interactive
 from draftsmith.inference.commands.prompts import Prompt
+from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
@@ -863,6 +864,15 @@ def test_damaged_drafters(run_decode, drafter, prompts, tmp_path, damage, parts)
     damage(folder)
     said = error_of(run_decode(f"{folder} --prompts {prompts}"))
     assert all(part in said for part in (str(folder), *parts)), said
+
+
+def test_all_trees_are_looked_for_first(run_decode, drafter, prompts, tmp_path, monkeypatch):
+    """Before a target is loaded, that of the drafters before it, too."""
+    folder = shutil.copytree(drafter, tmp_path / "drafter")
+    (folder / "tree.json").unlink()
+    monkeypatch.setattr(load, "load_target", lambda *args, **options: pytest.fail("a target was loaded"))
+    for given in (f"{drafter} {folder}", f"{drafter}+{folder}", f"{drafter} ngram+{folder}"):
+        assert "has no tree.json yet; run: python" in error_of(run_decode(f"{given} --prompts {prompts}")), given
 
 
 @pytest.mark.parametrize("device, told", [("NVIDIA H200", True), ("AMD EPYC, 2 cores, 2 threads", False)])
