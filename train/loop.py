@@ -131,7 +131,7 @@ def fit(
     visits = {"visit": torch.arange(before, before + stage.samples)}
     samples = sampler.stage(stage.samples, before, visits | dict(beside or {}))
     optimize(run, module, samples, stage, evaluate, best_on)
-    labels = samples.labels()
+    labels = samples.labels((run.step - run.first) * stage.batch.sequences)  # its seconds may have ended it
     run.labels_seen = None if run.labels_seen is None or labels is None else run.labels_seen + labels
     if take_best:
         if run.main and 0 < run.best_step < run.step:

@@ -131,9 +131,9 @@ class StageSamples:
         batch = parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
         return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
 
-    def labels(self) -> int | None:
-        """The number of labels in all samples, those of a row again each time it comes; None if a source is streamed,
-        or its rows are no texts."""
+    def labels(self, first: int) -> int | None:
+        """The number of labels in the first samples, those of a row again each time it comes; None if a source is
+        streamed, or its rows are no texts."""
         counted = 0
         for source, rows in enumerate(self.rows):
             texts = rows.rows if isinstance(rows, WithHidden) else rows
@@ -141,7 +141,7 @@ class StageSamples:
                 return None
             before = np.concatenate([[0], np.cumsum(texts.samples.supervised)])
             by_sample = np.diff(before[texts.samples.starts])
-            chosen = self.order[self.order[:, 0] == source, 1]
+            chosen = self.order[:first][self.order[:first, 0] == source, 1]
             times = np.bincount(chosen, minlength=len(texts.rows)).tolist()
             counted += sum(int(by_sample[row].sum()) * n for row, n in zip(texts.rows, times, strict=True) if n)
         return counted

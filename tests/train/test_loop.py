@@ -183,6 +183,21 @@ def test_a_stage_ends_by_its_seconds(tmp_path, clock, monkeypatch, capsys):
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step-12"]
 
 
+def test_labels_are_those_of_the_steps_that_ran(tmp_path, clock, monkeypatch):
+    """12 of 1,000 steps of four samples, after a stage that was trained before a stop."""
+
+    class Counted(Samples):
+        def labels(self, first):
+            return 10 * first
+
+    made = SimpleNamespace(stage=lambda *_: Counted(timed(clock, 5)))
+    monkeypatch.setattr(loop, "Sampler", lambda *_: made)
+    run = job(tmp_path, every=100, evaluate_every=100)
+    run.step, run.labels_seen = 7, 90
+    loop.fit(run, stage(**LIMITED), Toy(), [SimpleNamespace(length=3)], evaluate, "-validation_loss")
+    assert (run.step, run.labels_seen) == (7 + 12, 90 + 10 * 12 * 4)
+
+
 def test_evaluations_and_checkpoints_are_within_the_seconds(tmp_path, clock):
     def slow(module):
         clock[0] += 20
