@@ -154,6 +154,25 @@ def test_limits_of_stages(bundle):
     assert job.name == "medusa-0.5M" and "stages.0.seconds=15" in job.words
 
 
+def test_families(bundle, tmp_path):
+    """Each by its script; what has no tree is not decoded."""
+    for path in (
+        "eagle3/config.json",
+        "eagle3/tree.json",
+        "dflash/config.json",
+        "dflash/tree.json",
+        "medusa/config.json",
+    ):
+        (tmp_path / "out" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / path).write_text("{}")
+    made = bundle("--families", "dflash", "peagle")
+    assert [job.words[2] for job in made.train()] == ["draftsmith.train.dflash", "draftsmith.train.eagle"]
+    assert f"init_from={tmp_path / 'out/eagle3'}" in made.train()[1].words
+    drafters = made.decode()[0].words[3:8]
+    alone = [str(tmp_path / "out" / name) for name in ("eagle3", "dflash")]
+    assert drafters == [*alone, "ngram", *(f"{name}+ngram" for name in alone)]
+
+
 @pytest.fixture
 def run_coder(run_main, prompts, tmp_path, monkeypatch):
     """The command, whose commands are only noted: names and limit of each call. Those in ``makes`` make their file."""
