@@ -40,7 +40,7 @@ def check_trees(drafters: Sequence[str]) -> None:
     for each in (part for name in drafters for part in names.parts_of(name) if names.has_folder(part)):
         folder = local_folder(names.folder_of(each)[0])
         config = json_object(folder / "config.json") if folder and (folder / "config.json").exists() else {}
-        if folder and "drafter_type" in config and has_tree(family_of(folder, config)):
+        if folder and isinstance(config.get("drafter_type"), str) and has_tree(family_of(folder, config)):
             tree_of(folder, each)
 
 

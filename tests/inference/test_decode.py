@@ -853,6 +853,7 @@ def test_a_target_of_the_same_shape(run_decode, drafter, prompts, other_weights,
         (config(hidden_size=31), ["model.safetensors: its tensors are", "config.json promises"]),
         (config(vocab_size=301), ["vocab_size 301 ≠ 300"]),
         (config(num_draft_heads=4), ["its tensors are", "config.json promises"]),
+        (config(drafter_type=["medusa"]), ["drafter_type"]),
         (
             config(drafter_type="hydra"),
             ["drafter_type 'hydra' is not known", "; known: dflash, dynaspec, eagle, medusa"],
