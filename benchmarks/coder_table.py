@@ -167,13 +167,15 @@ def device_text(report: Mapping[str, Any]) -> str:
 
 def setting_text(reports: Sequence[Mapping[str, Any]]) -> str:
     """What was decoded in which rows."""
-    said: list[str] = []
+    said: dict[str, list[str]] = {}
     for report in reports:
         counts = {name: of["prompts"] for name, of in report["sets"].items()}
         same = len({*counts.values()}) == 1
         number = f"{next(iter(counts.values()))} prompts" if same else ", ".join(map(str, counts.values())) + " prompts"
-        said.append(f"{number} of each set, answers of at most {report['max_new_tokens']} tokens")
-    whole = "; ".join(dict.fromkeys(said))
+        setting = f"{number} of each set, answers of at most {report['max_new_tokens']} tokens"
+        said.setdefault(setting, []).append(report["target"])
+    of = {setting: f" ({', '.join(dict.fromkeys(names))})" if len(said) > 1 else "" for setting, names in said.items()}
+    whole = "; ".join(f"{setting}{of[setting]}" for setting in said)
     return whole[0].upper() + whole[1:]
 
 

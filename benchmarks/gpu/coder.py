@@ -53,9 +53,7 @@ PIECE = 16_000_000  # bytes
 CHECKED = ("--check-lossless", "--seconds")
 FAMILIES = {"medusa": "medusa", "eagle3": "eagle", "dflash": "dflash", "peagle": "eagle"}  # with what trains them
 USUAL = ("eagle3", "medusa")
-
-
-PASSES: dict[str, float] = {"eagle3": 3, "medusa": 2, "dflash": 5, "peagle": 2}
+PASSES: dict[str, float] = {"eagle3": 3, "medusa": 2, "dflash": 5, "peagle": 2}  # over the answers
 
 
 @dataclass(frozen=True)
