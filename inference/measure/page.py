@@ -127,7 +127,7 @@ def render_pages(
         prompts, kinds: of the reports.
         options_of: arguments of ``generate`` for a prompt.
     """
-    numbers = traced(kinds)
+    numbers = traced(kinds, len(decoders))
     total = len(numbers) * len(decoders)
     pages: list[str] = []
     with ProgressBar("texts of the page", total, console, transient=True) as advance:

@@ -10,7 +10,7 @@ from draftsmith.inference.engine.text import TextStream
 from draftsmith.inference.verify.tree import TokenTree
 from draftsmith.inference.verify.verify import Verdict
 
-PER_KIND, TEXTS = 2, 8  # prompts of a kind of text; prompts in all
+PER_KIND, TEXTS, OF_ALL = 2, 8, 16  # prompts of a kind of text; prompts in all; texts of all drafters together
 Ranks = tuple[int, ...]
 
 
@@ -28,16 +28,17 @@ class Trace:
     steps: list[list[tuple[int, str, int, bool]]] = field(default_factory=list)
 
 
-def traced(kinds: Sequence[str | None]) -> list[int]:
+def traced(kinds: Sequence[str | None], drafters: int = 1) -> list[int]:
     """The numbers of the prompts to trace: the first two of each kind of text, or the first ones if there is one kind;
-    at most 8."""
+    at most 8, and of several drafters fewer, because each of them decodes them once more."""
     seen, each = Counter[str | None](), PER_KIND if len(set(kinds)) > 1 else TEXTS
-    numbers = []
+    places = list[tuple[int, int]]()
     for number, kind in enumerate(kinds):
         seen[kind] += 1
         if seen[kind] <= each:
-            numbers.append(number)
-    return numbers[:TEXTS]
+            places.append((seen[kind], number))
+    count = min(TEXTS, max(1, OF_ALL // drafters))
+    return sorted(number for _, number in sorted(places)[:count])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

@@ -80,6 +80,9 @@ def test_the_first_prompts_of_each_kind():
     assert traced(["a", "a", "a", "b", None, "b", "b"]) == [0, 1, 3, 4, 5]
     assert traced([None] * 20) == list(range(8)), "without kinds, the first ones"
     assert len(traced([str(n // 2) for n in range(40)])) == 8
+    kinds = ["a", "a", "a", "b", "b", "c"]
+    assert traced(kinds, drafters=4) == [0, 1, 3, 5], "of several drafters fewer, first one of each kind"
+    assert traced(kinds, drafters=40) == [0], "each drafter has a text"
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.1, seed=3)], ids=["greedy", "sample"])
