@@ -226,6 +226,7 @@ def calibrate(
     if data:  # the longest answer first: where the first one takes all the time, there are positions to count on
         rows.insert(0, rows.pop(max(range(len(rows)), key=lambda at: int(data["supervised"][rows[at]].sum()))))
     decoding = None if settings.nodes else drafter.decoding
+    interrupted: KeyboardInterrupt | None = None
     limit = f"calibrating: at most {settings.seconds:.0f} s from here on"
     console.print(limit + (", and the time to set up decoders for dynamic trees" if decoding else ""), markup=False)
     with ProgressBar("calibrating (s)", math.ceil(settings.seconds), console, transient=True) as advance:
@@ -244,7 +245,11 @@ def calibrate(
             # The context has room for the tokens that are compared.
             length = max(1, min(COMPARED_CONTEXT, target.context - COMPARED_TOKENS))
             prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)
-            compared = compare_dynamic(target, trees, [prompt[-length:] for prompt in prompts], watch, settings.lean)
+            starts = [prompt[-length:] for prompt in prompts]
+            try:
+                compared = compare_dynamic(target, trees, starts, watch, settings.lean)
+            except KeyboardInterrupt as stop:  # the fixed tree is written first: it must not be lost
+                interrupted = stop
             seconds |= {"set_up": watch.set_up, "timing": watch.elapsed}
         elif drafter.dynamic and not settings.nodes:
             compared = drafter.dynamic(target, chosen, costs)
@@ -252,7 +257,8 @@ def calibrate(
     print(f"calibrated on {text.positions:,} positions of {text_of} ({seconds['ranking']:.0f} s)")
     print_candidates(candidates, costs, compared)
     if decoding and not compared:
-        print("dynamic trees were not compared with it: the time was too short; give more --seconds")
+        why = "it was interrupted" if interrupted else "the time was too short; give more --seconds"
+        print(f"dynamic trees were not compared with it: {why}")
     calibration = {
         "seconds": {name: round(spent, 2) for name, spent in seconds.items()},
         "device": device_name(target.device),
@@ -266,6 +272,8 @@ def calibrate(
     }
     at_load = settings.nodes is None and drafter.step_time is None
     _write_tree(folder, drafter, text, chosen, compared, calibration, at_load)
+    if interrupted:
+        raise interrupted
     return chosen, compared
 
 

@@ -292,6 +292,24 @@ def test_calibration_writes_a_dynamic_tree_that_is_faster(run_main, folder, tmp_
     occurs(len(json.loads((folder / "tree.json").read_text())["paths"]) == 3, "fewer ranks were right")
 
 
+def test_an_interrupted_comparison_keeps_the_fixed_tree(run_main, folder, tmp_path, monkeypatch):
+    """Ctrl-C once ranks are counted loses no tree."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os"}\n{"prompt": "def f("}\n')
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tree_calibration, "compare_dynamic", interrupted)
+    (folder / "tree.json").unlink(missing_ok=True)
+    options = ("--prompts", prompts, "--max-new-tokens", 24, "--seconds", 1, "--device", "cpu")
+    code, out, err = run_main(calibrate.main, folder, *options)
+    assert code != 0 and "not compared with it: it was interrupted" in out and "Traceback" not in err, err
+    assert read_dynamic(folder / "tree.json") is None and f"{folder / 'tree.json'}: " in out
+    _, drafter = load_drafter(str(folder), device="cpu", dtype="float32")
+    assert drafter is not None and drafter.num_nodes == len(json.loads((folder / "tree.json").read_text())["paths"]) + 1
+
+
 def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     target = load_target(read_drafter(str(folder))[1]["target"]["name_or_path"], device="cpu", dtype="float32")
     _, config, weights = read_drafter(str(folder))
