@@ -57,8 +57,9 @@ def likely_heads(_, target, ids=False):
     return MedusaDrafter(made, DynamicShape(2, 3, 10), target)
 
 
-def block(make_target, target, ids=False):
-    return DFlashDrafter(fitted_block(target, make_target, ids), TREE, target, ACCEPTANCES)
+def block(make_target, target, ids=False, dynamic=False):
+    tree = (DynamicShape(2, 3, 10), target) if dynamic else (TREE, target, ACCEPTANCES)
+    return DFlashDrafter(fitted_block(target, make_target, ids), *tree)
 
 
 def model(_, target, tree=(2, 1, 1), noise=0.04, vocabulary=0, ids=False, **options):
@@ -140,6 +141,7 @@ EXACT = {
     "P-EAGLE's dynamic tree": (of(one_pass, tree="dynamic"), (STATIC, COUPLED, GREEDY)),
     "P-EAGLE and n-grams": (merged(of(one_pass, tree="dynamic"), of(ngram)), (COUPLED, GREEDY)),
     "DFlash": (of(block, ids=True), ALL),
+    "DFlash's dynamic tree": (of(block, dynamic=True), (STATIC, COUPLED, GREEDY)),
     "FR-Spec": (of(listed_eagle, kind="fr_spec", schedule="position_aware"), (COUPLED,)),
     "DynaSpec": (of(listed_eagle, ids=True), ALL),
     "DynaSpec, dynamic": (of(listed_eagle, tree="dynamic"), (COUPLED,)),
@@ -153,6 +155,8 @@ EXACT = {
     "heads in dynamic trees and n-grams": (merged(of(likely_heads), of(ngram)), (STATIC, COUPLED, GREEDY)),
     "a draft model and n-grams": (merged(MODEL, of(ngram)), ALL),
     "DFlash and n-grams": (merged(of(block), of(ngram)), (GREEDY, COUPLED)),
+    "DFlash and EAGLE-1": (merged(of(block), DEEPER), (COUPLED,)),
+    "P-EAGLE and EAGLE-1": (merged(of(one_pass, tree="dynamic"), DEEPER), (GREEDY, COUPLED)),
     "two EAGLEs": (merged(of(eagle), DEEPER, nodes=24), (WARM_UP, GREEDY)),
 }  # fmt: skip
 # Whose trees are cut for a whole batch, or depend on its costs.
@@ -224,6 +228,8 @@ SAMPLED = {
     "EAGLE-1": (of(small_eagle, tree=(1, 1, 1), kind="eagle1"), "cut", False),
     "EAGLE-3's dynamic tree": (of(small_eagle, tree=DynamicShape(3, 3, 9), ids=True), "plain", True),
     "P-EAGLE": (of(one_pass), "cut", False),
+    "DFlash": (of(block), "cut", False),
+    "DFlash's dynamic tree": (of(block, ids=True, dynamic=True), "plain", True),
     "EAGLE-3 and n-grams": (merged(of(small_eagle, tree=(2,)), of(ngram, depth=1), nodes=8), "plain", False),
     "FR-Spec": (of(small_eagle, tree=(1, 1, 1), ids=True, lists=LISTS["static"]), "cut", False),
     "DynaSpec": (of(small_eagle, tree=(2, 1), lists=LISTS["routed"]), "plain", True),

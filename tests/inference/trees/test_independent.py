@@ -1,6 +1,7 @@
 """Dynamic trees of independent positions against a best-first heap; which paths are possible; confidence."""
 
 import heapq
+import itertools
 import json
 import math
 import random
@@ -85,6 +86,22 @@ def test_a_tree_is_that_of_a_heap(size, kind):
         alone = grow(shape, torch.tensor([log_q]))
         for name in ("tokens", "parent", "valid", "acceptance"):
             assert torch.equal(getattr(alone, name)[0], getattr(tree, name)[row])
+
+
+@pytest.mark.parametrize("size", [(3, 3, 9), (2, 5, 16), (4, 3, 30)], ids=str)
+def test_no_tree_has_more_expected_tokens(size):
+    """Of all top_k + top_k² + … paths the tree has those of the highest probability."""
+    shape = DynamicShape(*size)
+    q = torch.rand(4, shape.depth, shape.top_k, generator=torch.Generator().manual_seed(0)).sort(-1, descending=True)[0]
+    tree = grow(shape, q.log())
+    for row, levels in enumerate(q.tolist()):
+        products = [
+            math.prod(levels[depth][rank] for depth, rank in enumerate(path))
+            for length in range(1, shape.depth + 1)
+            for path in itertools.product(range(shape.top_k), repeat=length)
+        ]
+        found = sorted(tree.acceptance[row, 1:].tolist(), reverse=True)
+        assert found == pytest.approx(sorted(products, reverse=True)[: shape.nodes - 1])
 
 
 @pytest.mark.parametrize("size", [(3, 3, 7), (10, 4, 12), (2, 5, 9)], ids=str)
