@@ -307,5 +307,9 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
         (served / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=re.escape(message)):
             convert_if_published(str(served), str(tiny_lm))
+    (served / "config.json").write_text(json.dumps(config))
+    (served / "mask_embedding.pt").touch()
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt: a mask token's own embedding, which is not read"):
+        convert_if_published(str(served), str(tiny_lm))
     with pytest.raises(ValueError, match="a DFlash drafter: it is written for vLLM and SGLang alone, not for openvino"):
         open_source(str(tmp_path / "own"), "openvino")
