@@ -250,6 +250,8 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-peagle drafter.one_pass=true drafter.keep_depths=0.7 $(TINY)
+	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash $(TINY)
+	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash-untied drafter.tie_k_norm=false $(TINY)
 	@$(PY) data/prompts.py human-eval writing questions --count 8 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/serve/chats.jsonl
 	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
 	@check() { $(PY) benchmarks/serve_check.py "$$@" --server $$server --environment $(SERVE)$$server --out runs/serve || failed=1; }; \
@@ -259,6 +261,9 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	[ $$server = openvino ] || check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
 	[ $$server != vllm ] || for to in vllm speculators; do check runs/serve-peagle --to $$to --prompts runs/serve/code.jsonl; done; \
+	[ $$server != vllm ] || check runs/serve-dflash --prompts runs/serve/code.jsonl; \
+	[ $$server != vllm ] || $(PY) benchmarks/serve_check.py runs/serve-dflash-untied --must-differ --prompts runs/serve/code.jsonl \
+	    --server vllm --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	[ $$server != vllm ] || $(PY) benchmarks/served_features.py models/smollm2 --prompts runs/serve/chats.jsonl \
 	    --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	done; \
