@@ -7,9 +7,9 @@ The target answers the prompts once, greedily. Each drafter then reads these tex
 every true token at every depth after the true ones before it; what a chain or a tree accepts in greedy decoding follows
 from that, step by step (inference/measure/tree_statistics.py), so that nothing is decoded with the drafters. Chains of
 --chains drafts and the drafter's own tree (tree.json; of one with a dynamic tree the fixed one beside it) are
-simulated; heads draft no longer chains than there are heads. With --nodes, of draft heads also the best fixed tree and
-dynamic ones of so many nodes, by the heads' probabilities and by a confidence: what is counted on one half of the
-prompts chooses the trees of the other half.
+simulated; heads draft no longer chains than there are heads. With --nodes also the best fixed tree of so many nodes,
+and of drafters that draft all depths in one pass (heads, DFlash, P-EAGLE) dynamic ones, by their probabilities and by a
+confidence: what is counted on one half of the prompts chooses the trees of the other half.
 
 Training tokens are the labels that training saw, where the drafter's folder says so, else the distinct answer tokens of
 its data; or what is given: FOLDER=0.33M. Intervals of 95 % are over prompts. Written are the figures, a picture and a
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32, help="prompts answered at a time (%(default)s)")
     list_option(parser, "--chains", [3, 5, 7], "K", "drafts of a chain (%(default)s)")
     parser.add_argument("--tree", type=Path, metavar="FILE", help="simulate this tree in place of the drafters' own")
-    list_option(parser, "--nodes", None, "N", "of draft heads, also fixed and dynamic trees of N nodes")
+    list_option(parser, "--nodes", None, "N", "also fixed trees of N nodes, and dynamic ones of drafters of one pass")
     parser.add_argument(
         "--answers", type=Path, metavar="FILE.json", help="the target's answers: read from there, written if missing"
     )
@@ -119,13 +119,11 @@ from draftsmith.inference.measure.tree_statistics import (
     dynamic_depths,
     ensemble_depths,
     fit_confidence,
-    head_choices,
     simulated_steps,
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import IndependentTree
 from draftsmith.inference.verify.tree import Topology, chain, read_trees
-from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.options import choose_device
 from draftsmith.models.target import Target
 from draftsmith.models.training import training_of
@@ -237,30 +235,31 @@ def tree_of(folder: Path, file: Path | None, count: int, deepest: int) -> tuple[
     return trees
 
 
-def by_halves(target: Target, heads: MedusaHeads, texts: Texts, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Accepted drafts ``[S, T]`` by form, of fixed and dynamic trees of each size: in the texts of even numbers by what
-    was counted on the others, and the other way round."""
-    parts: dict[int, tuple[Tensor, ...]] = {}
+def choices_of(target: Target, calibration: Calibration, texts: Texts) -> Tensor | None:
+    """Log-probabilities ``[S, T, K, R]`` of each depth's likeliest tokens; None if they depend on drafted ones."""
+    if calibration.choices is None:
+        return None
+    parts: dict[int, Tensor] = {}
     for numbers, tokens, supervised in texts.batches():
-        parts.update(zip(numbers, zip(*head_choices(target, heads, tokens, supervised), strict=True), strict=True))
-    ranks, log_q = (
-        pad_sequence([parts[number][i] for number in range(len(parts))], batch_first=True, padding_value=padding)
-        for i, padding in ((0, -1), (1, -torch.inf))
-    )
+        parts.update(zip(numbers, calibration.choices(target, tokens, supervised)[1], strict=True))
+    return pad_sequence([parts[number] for number in range(len(parts))], batch_first=True, padding_value=-torch.inf)
+
+
+def by_halves(ranks: Tensor, log_q: Tensor | None, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Accepted drafts ``[S, T]`` by form, of fixed and dynamic trees of each size: in the texts of even numbers by what
+    was counted on the others, and the other way round. ``ranks [S, T, K]``."""
     found: dict[str, Tensor] = {}
     for half in (0, 1):
         own = torch.arange(len(ranks)) % 2 == half
         known, begins = ranks[~own], ranks[~own][..., 0] >= 0
-        confidence = fit_confidence(known[begins], log_q[~own][begins])
+        confidence = None if log_q is None else fit_confidence(known[begins], log_q[~own][begins])
         for nodes in sizes:
-            shape = DynamicShape(log_q.shape[-1], ranks.shape[-1], nodes)
             accepted = {f"{FIXED}, {nodes} nodes": ensemble_depths((best_tree(known, nodes),), ranks[own][:, :, None])}
-            for form, by in (
-                (f"{DYNAMIC}, {nodes} nodes", None),
-                (f"{DYNAMIC} by confidence, {nodes} nodes", confidence),
-            ):
-                tree = IndependentTree(shape, torch.device("cpu"), by)
-                accepted[form] = dynamic_depths(tree, ranks[own], log_q[own])
+            if log_q is not None:
+                shape = DynamicShape(log_q.shape[-1], ranks.shape[-1], nodes)
+                for by, how in ((None, ""), (confidence, " by confidence")):
+                    tree = IndependentTree(shape, torch.device("cpu"), by)
+                    accepted[f"{DYNAMIC}{how}, {nodes} nodes"] = dynamic_depths(tree, ranks[own], log_q[own])
             for form, depths in accepted.items():
                 found.setdefault(form, torch.zeros(ranks.shape[:2], dtype=torch.int64))[own] = depths
     return found
@@ -427,8 +426,8 @@ def main() -> None:
     opened: dict[str, Calibration] = {}
     trained: dict[str, tuple[float, str, dict[str, Any]]] = {}
     for name, (folder, config, weights) in stored.items():
-        if args.nodes and config["drafter_type"] != "medusa":
-            raise ValueError(f"--nodes: '{name}' is of type '{config['drafter_type']}'; give draft heads (medusa)")
+        if args.nodes and config["drafter_type"] == "ssm":
+            raise ValueError(f"--nodes: '{name}' is an ensemble, whose models have a tree each; leave it out")
         calibration = calibration_of(folder, config, weights)
         if calibration is None:
             raise ValueError(f"{folder}: drafter_type '{config['drafter_type']}' has no ranks of its own to simulate")
@@ -443,7 +442,7 @@ def main() -> None:
     texts = texts_of(target, asked, args)
     rows: list[dict[str, Any]] = []
     for name, calibration in opened.items():
-        folder, config, weights = stored[name]
+        folder, config, _ = stored[name]
         ranks = ranks_of(target, calibration, texts)
         count, deepest = ranks.shape[2:]
         if not bool((ranks >= 0).any()):
@@ -455,7 +454,7 @@ def main() -> None:
             forms[TREE] = tree
         others: dict[str, Tensor] = {}
         if args.nodes:
-            others = by_halves(target, MedusaHeads.from_artifact(config, weights, str(folder)), texts, args.nodes)
+            others = by_halves(ranks[:, :, 0], choices_of(target, calibration, texts), args.nodes)
         tokens, source, training = trained[name]
         version = f"-{config['version']}" if "version" in config else ""
         rows.append(

@@ -72,6 +72,7 @@ class Calibration:
         family whose drafters may grow dynamic trees, with passes of their own for each level.
     dynamic: (target, the fastest fixed tree, step costs) → dynamic trees beside it, on the text on which ``ranks`` were
         counted; for a family that drafts all levels of them in one pass.
+    choices: of such a family, ``ranks`` and the log-probabilities of each depth's likeliest tokens ``[S, T, K, R]``.
     """
 
     max_depth: int
@@ -80,6 +81,7 @@ class Calibration:
     step_time: Callable[[Target, StepCosts], Callable[[Sequence[Topology]], float]] | None = None
     decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
     dynamic: Callable[[Target, Candidate, StepCosts], list[ComparedTree]] | None = None
+    choices: Callable[[Target, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def eagle(
@@ -130,7 +132,7 @@ def medusa(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> 
 
 def _of_one_pass(
     depth: int,
-    choices: Callable[..., tuple[Tensor, Tensor]],
+    choices: Callable[[Target, Tensor, Tensor], tuple[Tensor, Tensor]],
     drafter: Callable[[Topology | DynamicShape, Target, Confidence | None], Drafter],
 ) -> Calibration:
     """Of a drafter that drafts all levels in one pass. Dynamic trees are simulated on the ranks of the whole text,
@@ -147,7 +149,7 @@ def _of_one_pass(
 
         return simulate_dynamic(counted, fixed, costs, drafting)
 
-    return Calibration(depth, ranks, dynamic=dynamic)
+    return Calibration(depth, ranks, dynamic=dynamic, choices=choices)
 
 
 def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:

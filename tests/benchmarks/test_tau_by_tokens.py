@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from faults import error_of
+from blocks import untrained_block
 from torch.nn import functional as F
 
 from draftsmith.benchmarks import tau_by_tokens
@@ -99,8 +99,8 @@ def test_the_command(found):
     assert (folder / "tau.png").stat().st_size > 20_000 and "training tokens" in out
 
 
-def test_fixed_and_dynamic_trees(run_main, found, drafters, tmp_path):
-    """Of draft heads, by halves of the prompts; each dynamic tree beside the fixed one of as many nodes."""
+def test_fixed_and_dynamic_trees(run_main, found, drafters, target, tmp_path):
+    """By halves of the prompts; each dynamic tree beside the fixed one of as many nodes."""
     words = found[3]
     prompts = words[words.index("--prompts") : words.index("--out")]
     words = [f"{drafters[1]}=2k", *prompts, "--nodes", 4, 8, "--out", tmp_path / "tau.json", "--threads", 1]
@@ -115,8 +115,16 @@ def test_fixed_and_dynamic_trees(run_main, found, drafters, tmp_path):
         assert less["difference"] == pytest.approx(expected, abs=2e-4)
         assert less["interval"][0] <= less["difference"] <= less["interval"][1]
     assert len(row["less_fixed"]) == 4 and row["tau"]["tree"] == found[0]["drafters"][1]["tau"]["tree"]
-    eagle = run_main(tau_by_tokens.main, drafters[0], *prompts, "--nodes", 4)
-    assert error_of(eagle) == f"--nodes: '{drafters[0]}' is of type 'eagle'; give draft heads (medusa)"
+    block = untrained_block(target)
+    write_drafter(tmp_path / "block", "dflash", block.config.to_dict(), block.stored(), target, {})
+    words = [drafters[0], f"{tmp_path / 'block'}=2k", *prompts, "--nodes", 4, *words[-4:]]
+    code, _, err = run_main(tau_by_tokens.main, *words)
+    assert code == 0, err
+    rows = json.loads((tmp_path / "tau.json").read_text())["drafters"]
+    forms = {row["family"]: [form for form in row["tau"] if "nodes" in form] for row in rows}
+    assert forms == {"eagle-3": ["fixed tree, 4 nodes"], "dflash": [f"{kind}, 4 nodes" for kind in kinds]}, (
+        "an EAGLE draft's next level depends on the tokens before it"
+    )
 
 
 @pytest.mark.parametrize("form", ["chain 3", "chain 7", "tree"])
