@@ -287,10 +287,11 @@ def _coupled(nodes: int, count: int, uses: tuple[bool, bool, bool] = (False, Fal
     coupled.coupled_topk(logits, of_row, numbers, of_row, of_row, numbers, positions, count, uses=uses)
 
 
-def _soft_loss(lk: bool) -> None:
+def _soft_loss(loss: str) -> None:
     """Of training EAGLE-3 on a draft vocabulary."""
     of_row, rows = empty(4096), empty(2048, dtype=INT)
-    teacher = soft_loss.Teacher(empty(4096, 32000), empty(4096, dtype=INT), of_row, of_row if lk else None)
+    entropy = of_row if loss == "lk" else None
+    teacher = soft_loss.Teacher(empty(4096, 32000), empty(4096, dtype=INT), of_row, entropy, loss)
     soft_loss.soft_loss(empty(2048, 32000, dtype=BF16), teacher, rows, empty(2048), empty(3, 2048))
 
 
@@ -321,8 +322,10 @@ MAIN: dict[str, Callable[[], None]] = {
     "verification": partial(_verification, 10),
     "coupled sampling": partial(_coupled, 64, 1),
     "drafts under noise": partial(_coupled, 4, 10),
-    "training, cross-entropy": partial(_soft_loss, False),
-    "training, loss on acceptance": partial(_soft_loss, True),
+    "training, cross-entropy": partial(_soft_loss, "ce"),
+    "training, loss on acceptance": partial(_soft_loss, "lk"),
+    "training, total variation": partial(_soft_loss, "tv"),
+    "training, logarithm of acceptance": partial(_soft_loss, "nla"),
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "attention 8B, 64 nodes, 20 rows": partial(attention, 64, 8, 20),

@@ -4,6 +4,7 @@
     CE = −Σ_v p̃_v log q_v                                      ∂CE/∂z_v = q_v − p̃_v
     α  = Σ_v min(p_v, q_v), the probability that a draft drawn from q is accepted (arXiv 2211.17192 §3)
     LK = λ · (CE − H(p̃)) + (1 − λ) · (1 − α),   λ = e^{−η α}, a constant to the gradient (arXiv 2602.23881)
+    TV = 1 − α,   NLA = −log α,   the negative logarithm of acceptance (the same paper)
     ∂α/∂z_v = q_v · (1[q_v < p_v] − Σ_{u: q_u < p_u} q_u)
 
 CE − H is KL(p̃ ‖ q), and 1 − α the total variation of p and q. c is the probability that the target gives to the draft
@@ -23,6 +24,8 @@ from torch import Tensor
 from draftsmith.kernels.backend import jit, next_power, tl, why_not_triton
 
 ETA = 3.0  # η of arXiv 2602.23881
+LOSSES = ("ce", "lk", "tv", "nla")
+LEAST = 1e-30  # α, as far as its logarithm goes
 
 
 class Teacher(NamedTuple):
@@ -31,13 +34,15 @@ class Teacher(NamedTuple):
     probs: ``[N, S]`` float32, p̃; each row sums to 1.
     best: ``[N]`` int64, the place of the target's likeliest token; −1 if it is outside.
     coverage: ``[N]`` float32, c; None without a draft vocabulary, where it is 1.
-    entropy: ``[N]`` float32, H(p̃) in nats; the loss is LK where it is given, else CE.
+    entropy: ``[N]`` float32, H(p̃) in nats; of LK alone.
+    loss: one of :data:`LOSSES`.
     """
 
     probs: Tensor
     best: Tensor
     coverage: Tensor | None = None
     entropy: Tensor | None = None
+    loss: str = "ce"
 
 
 def lk_weight(acceptance: Tensor) -> Tensor:
@@ -61,14 +66,20 @@ def soft_loss_reference(
     q.div_(total[:, None])
     p = probs if teacher.coverage is None else probs * teacher.coverage[rows, None]
     found[2] = torch.minimum(p, q).sum(-1)
-    if teacher.entropy is None:
+    if teacher.loss == "ce":
         slope = q.sub_(probs)
     else:
-        weight = lk_weight(found[2])
-        loss = weight * (loss - teacher.entropy[rows]) + (1 - weight) * (1 - found[2])
         below = (q < p).float()
-        share = (q * below).sum(-1, keepdim=True)
-        slope = weight[:, None] * (q - probs) - (1 - weight[:, None]) * q * (below - share)
+        slope = q * ((q * below).sum(-1, keepdim=True) - below)  # of 1 − α
+        if teacher.loss == "lk" and teacher.entropy is not None:
+            weight = lk_weight(found[2])
+            loss = weight * (loss - teacher.entropy[rows]) + (1 - weight) * (1 - found[2])
+            slope = weight[:, None] * (q - probs) + (1 - weight[:, None]) * slope
+        elif teacher.loss == "tv":
+            loss = 1 - found[2]
+        else:
+            accepted = found[2].clamp(min=LEAST)
+            loss, slope = -accepted.log(), slope / accepted[:, None]
     found[0] = loss
     logits.copy_(slope.mul_(scale[:, None]))
 
@@ -95,7 +106,9 @@ def _soft_loss_kernel(
     found,
     width,
     strides,
+    LOSS: tl.constexpr,
     RATE: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per position: its logits are read two or three times, but once from beyond the L2 cache."""
@@ -127,20 +140,29 @@ def _soft_loss_kernel(
         q = tl.exp(z - top) / total
         loss -= tl.sum(p * tl.maximum(z - top, -3e38), 0)  # −∞ behind the last one, where p is 0
         accepted += tl.sum(tl.minimum(covered * p, q), 0)
-        if entropy is None:
+        if LOSS == "ce":
             tl.store(logits + place, (factor * (q - p)).to(logits.dtype.element_ty), mask=place < width)
         else:
             share += tl.sum(tl.where(q < covered * p, q, 0.0), 0)
-    if entropy is not None:
-        weight = tl.exp(accepted * -RATE)
-        loss = weight * (loss - tl.load(entropy + row)) + (1 - weight) * (1 - accepted)
+    if LOSS != "ce":
+        weight = 0.0  # of the gradient of CE, and of that of 1 − α
+        pull = 1.0
+        if LOSS == "lk":
+            weight = tl.exp(accepted * -RATE)
+            pull = 1 - weight
+            loss = weight * (loss - tl.load(entropy + row)) + pull * (1 - accepted)
+        elif LOSS == "tv":
+            loss = 1 - accepted
+        else:
+            pull = 1 / tl.maximum(accepted, LEAST)
+            loss = tl.log(pull)
         for begin in range(0, width, BLOCK):
             place = begin + tl.arange(0, BLOCK)
             z = _values(logits, bias, place, width)
             p = tl.load(probs + place, mask=place < width, other=0.0)
             q = tl.exp(z - top) / total
             of_acceptance = q * (tl.where(q < covered * p, 1.0, 0.0) - share)
-            slope = factor * (weight * (q - p) - (1 - weight) * of_acceptance)
+            slope = factor * (weight * (q - p) - pull * of_acceptance)
             tl.store(logits + place, slope.to(logits.dtype.element_ty), mask=place < width)
     tl.store(found + position, loss)
     tl.store(found + strides[2] + position, tl.where((chosen == top) & (likeliest >= 0), 1.0, 0.0))
@@ -168,5 +190,5 @@ def soft_loss(
     width, block = logits.shape[1], min(next_power(logits.shape[1]), 4096)
     strides = (logits.stride(0), teacher.probs.stride(0), found.stride(0))
     with torch.cuda.device_of(logits):
-        tile = {"BLOCK": block, "num_warps": 8 if block > 512 else 1, "RATE": ETA}
-        _soft_loss_kernel[(len(logits),)](logits, bias, *teacher, rows, scale, found, width, strides, **tile)
+        tile = {"BLOCK": block, "num_warps": 8 if block > 512 else 1, "LOSS": teacher.loss, "RATE": ETA, "LEAST": LEAST}
+        _soft_loss_kernel[(len(logits),)](logits, bias, *teacher[:4], rows, scale, found, width, strides, **tile)

@@ -3,7 +3,7 @@
     accelerate launch train/dflash.py recipes/tiny-dflash.yaml [section.field=value ...] [--tiny] [--resume | --restart]
 
     L = Σ w_k · CE(x_{a+k} ‖ q_{a,k}) over blocks that begin at random places a of answers, and their drafts k
-    drafter.loss=lk: LK of the target's distribution in place of CE, as EAGLE-3's (kernels/soft_loss.py); by gamma alone
+    drafter.loss=lk, tv or nla, of the target's distribution, as EAGLE-3's (kernels/soft_loss.py); by gamma alone
     drafter.replay: on its own drafts, rejected ones too (Draft-OPD, train/replay.py)
 
 The labels are the answers' own tokens; one outside the draft vocabulary does not train. ``drafter.weights``:
@@ -138,7 +138,7 @@ class DFlashTraining(nn.Module):
         :func:`linear_soft_loss` has them."""
         assert self.gamma is not None
         labelled, dflash = labels != NONE, self.dflash
-        teacher = teach(self.target, hidden[labelled], dflash.draft_vocab, dflash.config.outputs, with_entropy=True)
+        teacher = teach(self.target, hidden[labelled], dflash.draft_vocab, dflash.config.outputs, self.loss)
         kept = teacher.best >= 0
         scale = position_weights(labels.shape[1], self.gamma, out.device).expand(labels.shape)[labelled][kept]
         given = out[labelled][kept], weight, teacher, kept.nonzero()[:, 0], scale, bias
@@ -208,7 +208,7 @@ def plans(recipe: DflashRecipe) -> list[Plan]:
     costs |= {"passes": (0 if given else 1) + 2 * bool(d.replay), "unrolled": made.block_size * blocks}
     costs |= {"logits": round(d.drafts * blocks * made.outputs)}
     recomputed, layers = recipe.precision.gradient_checkpointing, made.num_layers * made.block_size * blocks
-    kept: dict[str, Any] = {"anchors": d.anchors, "given": given, "recomputed": recomputed, "soft": d.loss == "lk"}
+    kept: dict[str, Any] = {"anchors": d.anchors, "given": given, "recomputed": recomputed, "soft": d.loss != "ce"}
     costs["kept"] = partial(memory.dflash, made, shape.config, **kept)
     costs |= {"attended": 3.5 * layers * made.num_attention_heads * made.head_dim}  # twice backward, and again
     costs |= {"scores": round(layers * made.num_attention_heads)}

@@ -5,7 +5,7 @@
 
     EAGLE-3   L = Σ_i 0.8^i · CE(p_{t+1+i} ‖ q_{t,i}), i = 0 … K − 1: training-time test, K steps of drafting from
               every position, each on the drafter's own states of the steps before it
-              drafter.loss=lk: LK in place of CE, which approaches the probability that a draft is accepted
+              drafter.loss=lk, tv or nla, in place of CE: by the probability that a draft is accepted
               drafter.one_pass (P-EAGLE): K drafts of one pass, all of weight 1 (arXiv 2602.01469); with
               drafter.keep_depths r draft i trains on a share of r^i of the positions (conditional drop-on-depth)
               drafter.replay: on its own drafts, rejected ones too (Draft-OPD, train/replay.py)
@@ -97,7 +97,7 @@ class EagleTraining(nn.Module):
     def teach(self, hidden: Tensor) -> Teacher:
         """The target's distributions on the draft vocabulary, from its last hidden states ``[N, d]``."""
         eagle = self.eagle
-        return teach(self.target, hidden, eagle.draft_vocab, eagle.config.outputs, self.loss == "lk")
+        return teach(self.target, hidden, eagle.draft_vocab, eagle.config.outputs, self.loss)
 
     def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
         """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""

@@ -176,19 +176,19 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
 
 
 @torch.no_grad()
-def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, with_entropy: bool) -> Teacher:
+def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, loss: str) -> Teacher:
     """A target's distributions on a draft vocabulary, from its last hidden states ``[N, d]``, by chunks.
 
     Args:
         ids: ``[S]`` int64, the draft vocabulary; None: all of the target's tokens.
         outputs: S.
-        with_entropy: as LK needs it.
+        loss: one of :data:`draftsmith.kernels.soft_loss.LOSSES`.
     """
     dtype = next(target.lm_head.parameters()).dtype
     probs = torch.empty(len(hidden), outputs, device=hidden.device)
     best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     coverage = None if ids is None else probs.new_empty(len(hidden))
-    entropy = probs.new_empty(len(hidden)) if with_entropy else None
+    entropy = probs.new_empty(len(hidden)) if loss == "lk" else None
     size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
     for begin in range(0, len(hidden), size):
         part = slice(begin, begin + size)
@@ -202,7 +202,7 @@ def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, with
             coverage[part] = torch.where(place < 0, 0.0, whole / p.gather(1, place.clamp(min=0)))[:, 0]
         if entropy is not None:
             entropy[part] = -torch.xlogy(p, p).sum(-1)
-    return Teacher(probs, best, coverage, entropy)
+    return Teacher(probs, best, coverage, entropy, loss)
 
 
 class _LinearSoftLoss(torch.autograd.Function):
@@ -272,7 +272,7 @@ def linear_soft_loss(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`linear_cross_entropy`, of distributions instead of labels, and weighted: Σ_p scale_p · loss_p. The loss
-    is the cross-entropy against the teacher, or LK, as in :mod:`draftsmith.kernels.soft_loss`.
+    is the teacher's, of :mod:`draftsmith.kernels.soft_loss`.
 
     All positions of a module's forward pass belong into one call: it keeps one float32 gradient of the weight.
 

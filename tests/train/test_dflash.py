@@ -22,14 +22,14 @@ from draftsmith.train.dry_run import decode_a_little
 # ---- the loss
 
 
-def lk_of(of_target, log_q, ids):
-    """A position's LK in float64; None: its likeliest token is not drafted."""
+def lk_of(of_target, log_q, ids, loss):
+    """A position's LK or TV in float64; None: its likeliest token is not drafted."""
     p = of_target.double().softmax(-1)
     if ids is not None and int(p.argmax()) not in ids.tolist():
         return None
     p = p if ids is None else p[ids]
     inside, accepted = p / p.sum(), torch.minimum(p, log_q.exp()).sum()
-    weight = torch.exp(-ETA * accepted.detach())
+    weight = torch.exp(-ETA * accepted.detach()) if loss == "lk" else 0
     return weight * (inside * (inside.log() - log_q)).sum() + (1 - weight) * (1 - accepted)
 
 
@@ -53,8 +53,8 @@ def defined(module, rows):
                 if anchor + k >= len(supervised) or not supervised[anchor + k]:
                     break
                 label = int(tokens[0, anchor + k])
-                if module.loss == "lk":
-                    found.append(lk_of(given[anchor + k - 1], log_q[k - 1], ids))
+                if module.loss != "ce":
+                    found.append(lk_of(given[anchor + k - 1], log_q[k - 1], ids, module.loss))
                 else:
                     found.append(-log_q[k - 1, [*known].index(label)] if label in known else None)
                 numbers[k - 1] += 1
@@ -69,7 +69,7 @@ def defined(module, rows):
 
 
 @pytest.mark.parametrize("size", [None, 40])
-@pytest.mark.parametrize("weights, loss", [("dpace", "ce"), ("gamma", "ce"), ("gamma", "lk")])
+@pytest.mark.parametrize("weights, loss", [("dpace", "ce"), ("gamma", "ce"), ("gamma", "lk"), ("gamma", "tv")])
 def test_loss_is_its_definition(make_target, weights, loss, size):
     """Values and gradients, with packed rows and labels that are not in the draft vocabulary."""
     target = make_target("llama", num_hidden_layers=3)

@@ -15,7 +15,7 @@ from training_runs import metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
-from draftsmith.kernels.soft_loss import ETA, Teacher
+from draftsmith.kernels.soft_loss import ETA, LOSSES, Teacher
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.files.locate import ModelFolder
@@ -39,8 +39,8 @@ def loss_of(of_target, own, ids, kind):
         p = p[ids]
     inside = p / p.sum()
     cross, acceptance = -(inside * log_q).sum(), torch.minimum(p, log_q.exp()).sum()
-    if kind == "ce":
-        return cross, acceptance
+    if kind != "lk":
+        return {"ce": cross, "tv": 1 - acceptance, "nla": -acceptance.log()}[kind], acceptance
     weight = torch.exp(-ETA * acceptance.detach())
     return weight * (cross + (inside * inside.log()).sum()) + (1 - weight) * (1 - acceptance), acceptance
 
@@ -74,7 +74,7 @@ def defined(module, rows):
 
 @pytest.mark.parametrize("projection", ["own", "shared"])
 @pytest.mark.parametrize("size", [None, 40])
-@pytest.mark.parametrize("family, loss", [("llama", "ce"), ("cohere", "ce"), ("llama", "lk"), ("cohere", "lk")])
+@pytest.mark.parametrize("family, loss", [*itertools.product(("llama", "cohere"), ("ce", "lk")), ("llama", "nla")])
 def test_loss_is_its_definition(make_target, projection, size, family, loss):
     """Values and gradients, with packed rows and a draft vocabulary in which some of the target's choices are missing;
     of the LM head one gradient is kept, whatever the number of steps."""
@@ -215,7 +215,7 @@ def test_noise_is_a_function_of_the_step(make_target):
 
 
 @pytest.mark.parametrize("after", [None, lambda logits: torch.tanh(logits / 2) * 2, lambda logits: logits * 0.7])
-@pytest.mark.parametrize("kind", ["ce", "lk"])
+@pytest.mark.parametrize("kind", LOSSES)
 def test_linear_soft_loss_and_its_gradients(kind, after):
     """Against plain autograd, in chunks and at once; a cap and a scale behind the LM head."""
     torch.manual_seed(0)
@@ -231,8 +231,9 @@ def test_linear_soft_loss_and_its_gradients(kind, after):
     if entropy is not None:
         share = torch.exp(-ETA * accepted.detach())
         losses = share * (losses - entropy[rows]) + (1 - share) * (1 - accepted)
+    losses = {"tv": 1 - accepted, "nla": -accepted.log()}.get(kind, losses)
     wanted = (losses * scale).sum()
-    teacher = Teacher(probs, probs.argmax(-1), covered, entropy)
+    teacher = Teacher(probs, probs.argmax(-1), covered, entropy, kind)
     for chunk in (None, 2):
         total, found = linear_soft_loss(x, weight, teacher, rows, scale, bias, after, chunk)
         torch.testing.assert_close(total, wanted, rtol=1e-5, atol=0)

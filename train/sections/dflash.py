@@ -39,10 +39,10 @@ class DFlashSection(Section):
         default=True, description="one norm of the keys for all layers; vLLM on a CPU drafts wrongly with several"
     )
     anchors: Positive = Field(default=512, description="blocks of a conversation in a step, drawn anew at each visit")
-    loss: Literal["ce", "lk"] = Field(
+    loss: Literal["ce", "lk", "tv", "nla"] = Field(
         default="ce",
-        description="ce: cross-entropy to the answer's tokens; lk (with weights=gamma): as that of EAGLE-3, against "
-        "the target's distribution (arXiv 2602.23881)",
+        description="ce: cross-entropy to the answer's tokens; lk, tv, nla (with weights=gamma): as those of EAGLE-3, "
+        "against the target's distribution (arXiv 2602.23881)",
     )
     weights: Literal["dpace", "gamma"] = Field(
         default="dpace",
@@ -60,8 +60,8 @@ class DFlashSection(Section):
             raise ValueError(f"captured_layers: {layers} have to be different layers, counted from 0")
         if self.replay and self.drafts < 2:
             raise ValueError("replay is for blocks of at least two drafts: set block_size=3 or more")
-        if self.loss == "lk" and self.weights == "dpace":
-            raise ValueError("loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too")
+        if self.loss != "ce" and self.weights == "dpace":
+            raise ValueError(f"loss={self.loss}: D-PACE weighs cross-entropies; set weights=gamma, too")
         return self
 
     @property

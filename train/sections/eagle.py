@@ -33,10 +33,11 @@ class EagleSection(Section):
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
     bias: bool = Field(default=True, description="EAGLE-1: fc has a bias, as published; vLLM reads none")
-    loss: Literal["ce", "lk"] = Field(
+    loss: Literal["ce", "lk", "tv", "nla"] = Field(
         default="ce",
-        description="ce: cross-entropy against the target's distribution; lk (EAGLE-3): λ · KL + (1 − λ) · total "
-        "variation, of which λ falls as drafts are accepted more often (arXiv 2602.23881)",
+        description="ce: cross-entropy against the target's distribution; of EAGLE-3 also, by the probability α that a "
+        "draft is accepted (arXiv 2602.23881), tv: 1 − α; nla: −log α; lk: λ · KL + (1 − λ) · (1 − α), λ falling as α "
+        "grows",
     )
     unroll: Layers = Field(default=7, description="steps of training-time test; EAGLE-1 has one")
     one_pass: bool = Field(

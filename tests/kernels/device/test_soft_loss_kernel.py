@@ -5,7 +5,7 @@ import torch
 from bounds import roundings_of_sum, sum_bound
 from cases import DTYPES
 
-from draftsmith.kernels.soft_loss import ETA, Teacher, soft_loss, soft_loss_reference
+from draftsmith.kernels.soft_loss import ETA, LOSSES, Teacher, soft_loss, soft_loss_reference
 
 
 def defined(logits, teacher, rows, bias):
@@ -15,8 +15,9 @@ def defined(logits, teacher, rows, bias):
     cross = -(p * log_q).sum(-1)
     whole = p if teacher.coverage is None else p * teacher.coverage.double()[rows, None]
     acceptance = torch.minimum(whole, log_q.exp()).sum(-1)
-    if teacher.entropy is None:
-        return cross, acceptance
+    others = {"ce": cross, "tv": 1 - acceptance, "nla": -acceptance.log()}
+    if teacher.loss != "lk":
+        return others[teacher.loss], acceptance
     weight = (-ETA * acceptance.detach()).exp()
     return weight * (cross + torch.xlogy(p, p).sum(-1)) + (1 - weight) * (1 - acceptance), acceptance
 
@@ -25,13 +26,14 @@ def make_teacher(kind, count, width, generator):
     probs = (3 * torch.randn(count, width, generator=generator)).softmax(-1)
     best = probs.argmax(-1)
     best[1] = -1
-    coverage = None if kind == "ce" else 0.2 + 0.8 * torch.rand(count, generator=generator)
-    entropy = -torch.xlogy(probs.double(), probs.double()).sum(-1).float() if kind.startswith("lk") else None
-    return Teacher(probs, best, None if kind == "lk" else coverage, entropy)
+    loss, _, part = kind.partition(", ")
+    coverage = 0.2 + 0.8 * torch.rand(count, generator=generator) if part else None
+    entropy = -torch.xlogy(probs.double(), probs.double()).sum(-1).float() if loss == "lk" else None
+    return Teacher(probs, best, coverage, entropy, loss)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["ce", "ce, draft vocabulary", "lk", "lk, draft vocabulary"])
+@pytest.mark.parametrize("kind", [f"{loss}{part}" for loss in LOSSES for part in ("", ", draft vocabulary")])
 @pytest.mark.parametrize(("width", "with_bias"), [(1, False), (37, True), (600, False), (4100, True)])
 def test_values_and_gradients(device, kind, width, with_bias, dtype):
     generator = torch.Generator().manual_seed(width + len(kind))
@@ -54,7 +56,7 @@ def test_values_and_gradients(device, kind, width, with_bias, dtype):
         found = torch.empty(3, positions + 2, device=device)[:, :positions]
         slope = torch.empty(positions, width + 3, dtype=dtype, device=device)[:, :width]
         slope.copy_(logits)
-        there = Teacher(*(None if part is None else part.to(device) for part in teacher))
+        there = Teacher(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in teacher))
         run(slope, there, rows.to(device), scale.to(device), found, None if bias is None else bias.to(device))
         # An exponential's relative error is its argument's absolute one; sums of terms below 1 that add up to 1.
         error = 8 * (roundings_of_sum(width) + 40) * 2.0**-24 * float(z.abs().max() + 1)
@@ -70,7 +72,7 @@ def test_extremes(device):
     """Logits far apart, of either sign, and a teacher that is certain."""
     logits = torch.tensor([[-3e4, 3e4, 0.0], [1e4, -1e4, 1e4 - 1]], device=device)
     probs = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]], device=device)
-    teacher = Teacher(probs, probs.argmax(-1), None, torch.zeros(2, device=device))
+    teacher = Teacher(probs, probs.argmax(-1), None, torch.zeros(2, device=device), "lk")
     found = torch.empty(3, 2, device=device)
     soft_loss(logits, teacher, torch.tensor([0, 1], device=device), torch.ones(2, device=device), found)
     q = 1 / (1 + torch.exp(torch.tensor(-1.0)))
@@ -79,3 +81,7 @@ def test_extremes(device):
     torch.testing.assert_close(found[2, 1].cpu(), q)
     torch.testing.assert_close(found[0, 1].cpu(), -weight * q.log() + (1 - weight) * (1 - q))
     assert logits.isfinite().all()
+    logits = torch.tensor([[-3e4, 3e4, 0.0]], device=device)  # no draft is accepted
+    teacher = Teacher(probs[1:], probs.argmax(-1)[1:], loss="nla")
+    soft_loss(logits, teacher, torch.tensor([0], device=device), torch.ones(1, device=device), found[:, :1])
+    assert 60 < float(found[0, 0]) < 70 and logits.isfinite().all()
