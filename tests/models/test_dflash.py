@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from blocks import untrained_block
-from safetensors.torch import load_file
+from exported_logits import difference
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -295,6 +297,11 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     assert weights.keys() == {*dflash.stored()} - {"draft_vocab"} | {"lm_head.weight", "d2t", "t2d"}
     assert torch.equal(weights["d2t"] + torch.arange(240), dflash.draft_vocab)
     assert '"method": "dflash"' in (served / "README.md").read_text()
+    assert difference(served, dflash, target) < 1e-4
+    swapped = {"layers.1.self_attn.q_norm.weight": weights["layers.1.self_attn.k_norm.weight"].clone()}
+    save_file(weights | swapped, tmp_path / "model.safetensors")
+    shutil.copy(served / "config.json", tmp_path)
+    assert difference(tmp_path, dflash, target) > 1e-2, "the independent computation can differ"
     _, found, again = read_drafter(convert_if_published(str(served), str(tiny_lm)))
     assert DFlash.from_artifact(found, again, "here").config == dflash.config
     assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -113,6 +115,49 @@ def read_back_heads(folder: Path, hidden: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
+@torch.no_grad()
+def read_back_block(folder: Path, features: Tensor, anchor: Tensor, embed: nn.Module, lm_head: nn.Module) -> Tensor:
+    """Logits ``[S − 1, V]`` of a DFlash drafter's folder: of the block of S slots behind ``features [T, C·d]``, which
+    are those of the layers that its target_layer_ids name. ``anchor``: its first token, ``[1]``."""
+    config = json.loads((folder / "config.json").read_text())
+    qwen, w = Qwen3Config(**config), {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
+    rotary, width, given = Qwen3RotaryEmbedding(qwen), qwen.head_dim, config["dflash_config"]
+    assert features.shape[1] == len(given["target_layer_ids"]) * qwen.hidden_size
+    assert not (given["causal"] or config["is_causal"] or "sliding_attention" in config["layer_types"])
+    ids = torch.cat((anchor, torch.full((config["block_size"] - 1,), given["mask_token_id"])))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], qwen.rms_norm_eps)
+
+    def split(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, w[f"{name}.weight"]).unflatten(-1, (-1, width)).transpose(0, 1)  # [heads, N, D]
+
+    def turn(x: Tensor) -> Tensor:  # the last places
+        cos, sin = (each[0, -x.shape[1] :] for each in rotary(x, torch.arange(len(features) + len(ids))[None]))
+        left, right = x.split(width // 2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    context, x = norm(F.linear(features, w["fc.weight"]), "hidden_norm"), embed(ids).float()
+    for number in range(qwen.num_hidden_layers):
+        layer = f"layers.{number}."
+        own, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        y = norm(x, f"{layer}input_layernorm")
+        read = torch.cat((context, y))
+        q, k, v = split(y, f"{own}q_proj"), split(read, f"{own}k_proj"), split(read, f"{own}v_proj")
+        q, k = turn(norm(q, f"{own}q_norm")), turn(norm(k, f"{own}k_norm"))
+        seen = F.scaled_dot_product_attention(q[None], k[None], v[None], enable_gqa=True)[0]
+        x = x + F.linear(seen.transpose(0, 1).flatten(1), w[f"{own}o_proj.weight"])
+        y = norm(x, f"{layer}post_attention_layernorm")
+        gated = F.silu(F.linear(y, w[f"{mlp}gate_proj.weight"])) * F.linear(y, w[f"{mlp}up_proj.weight"])
+        x = x + F.linear(gated, w[f"{mlp}down_proj.weight"])
+    out = norm(x, "norm")[1:]
+    if "lm_head.weight" not in w:
+        return _linear(lm_head, out)
+    found = F.linear(out, w["lm_head.weight"])
+    drafted = torch.arange(found.shape[-1]) + w["d2t"].long()
+    return torch.full((len(out), qwen.vocab_size), float("-inf")).index_copy(1, drafted, found)
+
+
 def _linear(head: nn.Module, x: Tensor) -> Tensor:
     """A linear layer of any floating-point dtype, in float32."""
     return F.linear(x, head.weight.float(), None if head.bias is None else head.bias.float())
@@ -132,7 +177,7 @@ def own_logits(eagle: Eagle, features: Tensor, tokens: Tensor, embed: nn.Module,
 
 
 @torch.no_grad()
-def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target) -> float:
+def difference(folder: Path, drafter: Eagle | MedusaHeads | DFlash, target: Target) -> float:
     """Largest difference of a folder's logits from the drafter's own (in float32), as a multiple of the largest logit,
     on random features and tokens; infinite if other tokens are drafted."""
     random, c = torch.Generator().manual_seed(0), drafter.config
@@ -143,13 +188,21 @@ def difference(folder: Path, drafter: Eagle | MedusaHeads, target: Target) -> fl
         for k, (weight, _) in enumerate(drafter.projections(target.lm_head)):
             logits = F.linear(drafter.features(hidden)[k], weight.float())
             own[k].index_copy_(1, drafter.tokens(torch.arange(c.outputs)), logits)
+    elif isinstance(drafter, DFlash):
+        features = torch.randn(_LENGTH, c.hidden_size * (1 + len(c.captured_layers)), generator=random)
+        tokens, anchor = torch.randint(c.vocab_size, (1, _LENGTH), generator=random), torch.tensor([[_LENGTH - 1]])
+        embed, head = target.model.get_input_embeddings(), target.lm_head
+        written = read_back_block(folder, features[:-1, c.hidden_size :], tokens[0, -1:], embed, head)
+        out = _linear(drafter.draft_head(head), drafter.draft(features[None], embed, tokens, anchor)[0, 0])
+        places = drafter.tokens(torch.arange(c.outputs))
+        own = torch.full_like(written, float("-inf")).index_copy(1, places, out)
     else:
         features = torch.randn(_LENGTH, c.hidden_size * (1 + len(c.captured_layers)), generator=random)
         tokens = torch.randint(c.vocab_size, (_LENGTH + _STEPS,), generator=random)
         given = target.model.get_input_embeddings(), target.lm_head
         written = read_back(folder, features[:, c.hidden_size :] if c.version == 3 else features, tokens, *given)
         own = own_logits(drafter, features, tokens, *given)
-    if not isinstance(drafter, Eagle) or c.version == 1:  # no place for a draft vocabulary
+    if isinstance(drafter, MedusaHeads) or getattr(c, "version", 0) == 1:  # no place for a draft vocabulary
         written = written.masked_fill(own.isinf(), float("-inf"))
     apart = torch.where(own == written, 0.0, (own - written).abs()).max()
     return float(apart / own[own.isfinite()].abs().max())
