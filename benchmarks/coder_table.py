@@ -188,10 +188,14 @@ def measured(reports: Sequence[Mapping[str, Any]]) -> str:
         whole = report["all"] if {*report["sets"]} == {*SETS} else None
         row = [report["target"], report["drafter"], device_text(report), training_text(report.get("training"))]
         row += [figures_text(report["sets"].get(name)) for name in SETS]
-        rows.append([*row, figures_text(whole), exact_text(report)])
+        of_all = figures_text(whole)
+        if whole and (timed := whole["timed_prompts"]) < whole["prompts"]:
+            of_all += f"; {timed} of {whole['prompts']} prompts"
+        rows.append([*row, of_all, exact_text(report)])
     heads = ["target", "drafter", "device", "training: answer tokens; time", *SETS.values()]
     heads += ["all four", "tokens that differ"]
-    said = "τ (bonus token included); × plain decoding by the same engine; in brackets 95 % intervals over prompts. "
+    said = "τ (bonus token included); × plain decoding by the same engine; in brackets 95 % intervals over prompts. Where "
+    said += "the time sufficed for some prompts alone, both are of these: their number stands beside all four sets. "
     said += f"{setting_text(reports)}. Made by `python benchmarks/coder_table.py` "
     return f"{markdown_table(heads, rows)}\n\n{said}([how](docs/training.md#what-n-training-tokens-give))."
 

@@ -61,6 +61,14 @@ def reports(run_main, drafter, target, tmp_path_factory):
     return [folder / "out" / name / "report.json" for name in ("heads", "heads+ngram")]
 
 
+def test_prompts_that_were_not_timed_are_said(reports):
+    report = coder_table.reduced(json.loads(reports[0].read_text()), "x")
+    assert " of 20 prompts" not in coder_table.measured([report])
+    report["all"]["timed_prompts"] = 7
+    (row,) = [line for line in coder_table.measured([report]).splitlines() if "heads" in line]
+    assert row.split(" | ")[-2].endswith("; 7 of 20 prompts")
+
+
 def test_every_cell_is_a_figure_of_the_report(run_main, reports):
     code, out, err = run_main(coder_table.main, *reports)
     assert code == 0, err
