@@ -141,7 +141,6 @@ from draftsmith.models.target import Target
 LABELS = {"fr_spec": "FR-Spec", "vocab_trim": "VocabTrim", "dynaspec": "DynaSpec", "low_rank": "low rank"}
 TOP_K, DEPTH = 8, 6  # of the dynamic tree
 TIMED = 2  # prompts of each task by which the output layer is timed
-BEGIN, END = "<!-- shortlist-table -->", "<!-- /shortlist-table -->"
 
 
 def prompts_of(args: argparse.Namespace, target: Target) -> list[Prompt]:
@@ -289,11 +288,13 @@ def block(report: Mapping[str, Any]) -> str:
 def main() -> None:
     args = parser().parse_intermixed_args()
     check(args)
-    for path in args.write:
-        between(read_text(path, "document"), str(path), BEGIN, END)
     torch.set_num_threads(args.threads)
     options: dict[str, Any] = {"dtype": args.dtype, "device": choose_device(args.device)}
     target, drafts, heads = load_shortlists(args.folders, args.target, **options)
+    place = f"shortlist-table {Path(target.name).name} -->"  # a target has a table of its own
+    markers = f"<!-- {place}", f"<!-- /{place}"
+    for path in args.write:
+        between(read_text(path, "document"), str(path), *markers)
     methods, folders = methods_of(heads, args.schedules)
     base, config, weights = read_parts(*read_drafters(args.folders[:1], "dynaspec")[args.folders[0]])[1]
     eagle = Eagle.from_artifact(config, weights, str(base))
@@ -343,7 +344,7 @@ def main() -> None:
     print_table(shown)
     write_report(args.report / "table.json", report)
     for path in args.write:
-        before, _, after = between(read_text(path, "document"), str(path), BEGIN, END)
+        before, _, after = between(read_text(path, "document"), str(path), *markers)
         write_text(path, before + block(report) + after)
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
 

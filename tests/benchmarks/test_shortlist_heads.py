@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import time
+from pathlib import Path
 from collections import Counter
 from dataclasses import replace
 
@@ -297,7 +298,8 @@ def test_tasks(run_main, folders, heads, target, eagle, write_prompts, tmp_path,
     otherwise; the table stands between its markers."""
     prompts = write_prompts([f"licence {number} of the work" for number in range(4)], *KINDS)
     page, ran, decode = tmp_path / "page.md", [], shortlist_tasks.decode
-    page.write_text("before\n<!-- shortlist-table -->\nold\n<!-- /shortlist-table -->\nafter\n")
+    marker = f"shortlist-table {Path(target.name).name} -->"
+    page.write_text(f"before\n<!-- {marker}\nold\n<!-- /{marker}\nafter\n")
     monkeypatch.setattr(shortlist_tasks, "decode", lambda *given: ran.append(given) or decode(*given))
     code, out, err = of_tasks(run_main, folders, heads, prompts, tmp_path, "--write", page)
     assert code == 0, err
@@ -327,8 +329,8 @@ def test_tasks(run_main, folders, heads, target, eagle, write_prompts, tmp_path,
         else:
             assert 8 <= row["tokens"] < outputs
     written = page.read_text()
-    assert written.startswith("before\n<!-- shortlist-table -->\n| shortlist | tokens |") and "old" not in written
-    assert written.endswith("<!-- /shortlist-table -->\nafter\n") and all(f"| {name} |" in written for name in methods)
+    assert written.startswith(f"before\n<!-- {marker}\n| shortlist | tokens |") and "old" not in written
+    assert written.endswith(f"<!-- /{marker}\nafter\n") and all(f"| {name} |" in written for name in methods)
     ran.clear()
     (tmp_path / "parts" / "code-vocabtrim.json").unlink()
     assert of_tasks(run_main, folders, heads, prompts, tmp_path)[0] == 0 and len(ran) == 1
