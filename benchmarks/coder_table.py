@@ -194,8 +194,8 @@ def measured(reports: Sequence[Mapping[str, Any]]) -> str:
         rows.append([*row, of_all, exact_text(report)])
     heads = ["target", "drafter", "device", "training: answer tokens; time", *SETS.values()]
     heads += ["all four", "tokens that differ"]
-    said = "τ (bonus token included); × plain decoding by the same engine; in brackets 95 % intervals over prompts. Where "
-    said += "the time sufficed for some prompts alone, both are of these: their number stands beside all four sets. "
+    said = "τ (bonus token included); × plain decoding by the same engine; in brackets 95 % intervals over prompts. If "
+    said += "only some prompts were timed, τ and × are over those, whose number stands beside all four sets. "
     said += f"{setting_text(reports)}. Made by `python benchmarks/coder_table.py` "
     return f"{markdown_table(heads, rows)}\n\n{said}([how](docs/training.md#what-n-training-tokens-give))."
 

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "--tokens", type=int, default=3, metavar="N", help="of a draft; Medusa: its heads (%(default)s)"
     )
     parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens of an answer, at most (%(default)s)")
-    parser.add_argument("--must-differ", action="store_true", help="a control: 0 if the server drafts otherwise")
+    parser.add_argument("--must-differ", action="store_true", help="a control: 0 if texts are equal, drafts are not")
     parser.add_argument("--damage", choices=DAMAGES, help="write the folder wrongly, to see that it is found")
     return parser
 
@@ -398,7 +398,8 @@ def main() -> None:
             say(left_out[-1])
             verdicts += [] if refused else [False]
             continue
-        verdicts.append(found["equal"] != args.must_differ)
+        same_texts = found["identical_texts"] == found["prompts"] and not found["mismatches"]
+        verdicts.append(same_texts and not found["equal"] if args.must_differ else found["equal"])
         server = found["server"]
         pairs = [" / ".join(map(str, found[key])) for key in ("drafts", "accepted_by_position")]
         texts, differ = f"{found['identical_texts']} of {found['prompts']}", (found["near_ties"], found["mismatches"])

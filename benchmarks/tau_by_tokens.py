@@ -209,15 +209,26 @@ def texts_of(target: Target, asked: Sequence[Prompt], args: argparse.Namespace) 
 # ---- what is simulated
 
 
-def ranks_of(target: Target, calibration: Calibration, texts: Texts) -> Tensor:
-    """``[S, T, n, K]``, as :class:`Calibration` says; −1 at padding."""
-    parts: dict[int, Tensor] = {}
+def ranks_of(
+    target: Target, calibration: Calibration, texts: Texts, with_choices: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``[S, T, n, K]``, as :class:`Calibration` says; −1 at padding. If asked for, log-probabilities ``[S, T, K, R]``
+    of each depth's likeliest tokens, −∞ at padding; None if they depend on drafted ones."""
+    ranks_by, log_q_by = dict[int, Tensor](), dict[int, Tensor]()
     with ProgressBar("ranks", len(texts.prompts), console, transient=True) as advance:
         for numbers, tokens, supervised in texts.batches():
-            ranks = calibration.ranks(target, tokens, supervised)
-            parts.update(zip(numbers, ranks[:, :, None] if ranks.dim() == 3 else ranks, strict=True))
-            advance(len(parts))
-    return pad_sequence([parts[number] for number in range(len(parts))], batch_first=True, padding_value=-1)
+            if with_choices and calibration.choices:
+                ranks, log_q = calibration.choices(target, tokens, supervised)
+                log_q_by.update(zip(numbers, log_q, strict=True))
+            else:
+                ranks = calibration.ranks(target, tokens, supervised)
+            ranks_by.update(zip(numbers, ranks[:, :, None] if ranks.dim() == 3 else ranks, strict=True))
+            advance(len(ranks_by))
+
+    def padded(parts: dict[int, Tensor], value: float) -> Tensor:
+        return pad_sequence([parts[number] for number in range(len(parts))], batch_first=True, padding_value=value)
+
+    return padded(ranks_by, -1), padded(log_q_by, -torch.inf) if log_q_by else None
 
 
 def tree_of(folder: Path, file: Path | None, count: int, deepest: int) -> tuple[Topology, ...] | None:
@@ -233,16 +244,6 @@ def tree_of(folder: Path, file: Path | None, count: int, deepest: int) -> tuple[
     if (depth := max(tree.max_depth for tree in trees)) > deepest:
         raise ValueError(f"{path}: a tree of {depth} levels; '{folder}' drafts {deepest}")
     return trees
-
-
-def choices_of(target: Target, calibration: Calibration, texts: Texts) -> Tensor | None:
-    """Log-probabilities ``[S, T, K, R]`` of each depth's likeliest tokens; None if they depend on drafted ones."""
-    if calibration.choices is None:
-        return None
-    parts: dict[int, Tensor] = {}
-    for numbers, tokens, supervised in texts.batches():
-        parts.update(zip(numbers, calibration.choices(target, tokens, supervised)[1], strict=True))
-    return pad_sequence([parts[number] for number in range(len(parts))], batch_first=True, padding_value=-torch.inf)
 
 
 def by_halves(ranks: Tensor, log_q: Tensor | None, sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -443,7 +444,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, calibration in opened.items():
         folder, config, _ = stored[name]
-        ranks = ranks_of(target, calibration, texts)
+        ranks, log_q = ranks_of(target, calibration, texts, bool(args.nodes))
         count, deepest = ranks.shape[2:]
         if not bool((ranks >= 0).any()):
             raise ValueError("no answer has three tokens; raise --max-new-tokens, or give other prompts")
@@ -454,7 +455,7 @@ def main() -> None:
             forms[TREE] = tree
         others: dict[str, Tensor] = {}
         if args.nodes:
-            others = by_halves(ranks[:, :, 0], choices_of(target, calibration, texts), args.nodes)
+            others = by_halves(ranks[:, :, 0], log_q, args.nodes)
         tokens, source, training = trained[name]
         version = f"-{config['version']}" if "version" in config else ""
         rows.append(

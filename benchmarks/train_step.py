@@ -33,7 +33,7 @@ PARSER.add_argument(
 )
 PARSER.add_argument("--gradient-checkpointing", action="store_true", help="of Medusa-2 and of EAGLE-3's steps")
 PARSER.add_argument("--samples", type=int, default=1, help="packed into each sequence, equally long (%(default)s)")
-PARSER.add_argument("--loss", choices=["ce", "lk"], default="ce", help="of EAGLE-3 (%(default)s)")
+PARSER.add_argument("--loss", choices=["ce", "lk", "tv", "nla"], default="ce", help="of EAGLE-3 (%(default)s)")
 PARSER.add_argument("--repeat", type=int, default=5, help="timed steps (%(default)s)")
 machine_options(PARSER, "of the target, which counts as stored in bfloat16 (what trains is float32)")
 if __name__ == "__main__":

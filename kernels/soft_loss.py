@@ -25,7 +25,7 @@ from draftsmith.kernels.backend import jit, next_power, tl, why_not_triton
 
 ETA = 3.0  # η of arXiv 2602.23881
 LOSSES = ("ce", "lk", "tv", "nla")
-LEAST = 1e-30  # α, as far as its logarithm goes
+LEAST = 1e-30  # α of −log α; where α is less, the gradient is that of TV over this
 
 
 class Teacher(NamedTuple):
@@ -182,6 +182,7 @@ def soft_loss(
             target's likeliest one, else 0, and α.
         bias: ``[S]``, added to the logits.
     """
+    assert teacher.loss in LOSSES and (teacher.entropy is not None) == (teacher.loss == "lk")
     if why_not_triton(logits):
         soft_loss_reference(logits, teacher, rows, scale, found, bias)
         return

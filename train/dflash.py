@@ -134,7 +134,7 @@ class DFlashTraining(nn.Module):
     def soft_loss(
         self, out: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """As :func:`linear_block_loss`, of LK against the target's distributions: Σ w · LK, and ``[3, blocks, K]`` as
+        """As :func:`linear_block_loss`, of a loss against the target's distributions: Σ w · loss, ``[3, blocks, K]`` as
         :func:`linear_soft_loss` has them."""
         assert self.gamma is not None
         labelled, dflash = labels != NONE, self.dflash

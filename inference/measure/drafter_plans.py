@@ -15,6 +15,7 @@ Shape letters: B rows, S cached tokens, K entries, γ drafted tokens of a step.
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -201,40 +202,45 @@ class StepTimes:
     lean: bool | None
 
     def __post_init__(self) -> None:
-        self.by_nodes: dict[int, float] = {}  # of the target's pass
+        self.by_nodes: dict[int, float] = {}  # of the target's pass, in plain steps of the same minute
+        self.plains: list[float] = []
 
     @property
     def plain(self) -> float:
-        """Of a plain step. If a larger one was measured to be faster, other work disturbed the smaller one's
-        measurement: the larger one's counts."""
-        return min(self.by_nodes.values())
+        """Of a plain step, as a rule."""
+        return statistics.median(self.plains)
+
+    def timed(self, nodes: int) -> float:
+        return shortest(chain_step(self.target, self.lean, self.rows, self.cached, nodes), self.cached)
 
     def drafted(self, each: Candidate) -> "Drafted":
-        """(T_step, T_verify) by γ. Plain steps are timed again with each drafter, so that other work meets both."""
+        """(T_step, T_verify, T_plain) by γ. Plain steps are timed before and after each candidate's, so that other work
+        meets both: the shortest of all of them would be that of a better minute than most candidates had. A step holds
+        its verification; where that took longer by itself, it was disturbed, and the step's time counts."""
         points = [drafts for drafts in TIMED if drafts in each.drafts] or [*each.drafts]
         drafters = [each.make(drafts) for drafts in points]
         sizes = [drafter.num_nodes for drafter in drafters]
-        for nodes in {1, *(size for size in sizes if size not in self.by_nodes)}:
-            seconds = shortest(chain_step(self.target, self.lean, self.rows, self.cached, nodes), self.cached)
-            self.by_nodes[nodes] = min(seconds, self.by_nodes.get(nodes, seconds))
+        before = self.timed(1)
         steps = [drafted_step_seconds(self.target, each, self.rows, self.cached, self.lean) for each in drafters]
+        new = {nodes: self.timed(nodes) for nodes in {*sizes} - self.by_nodes.keys()}
+        plain = (before + self.timed(1)) / 2
+        self.plains.append(plain)
+        self.by_nodes |= {nodes: seconds / plain for nodes, seconds in new.items()}
         steps = np.minimum.accumulate(steps[::-1])[::-1]
-        verify = [self.by_nodes[nodes] for nodes in sizes]
-        return lambda drafts: (float(np.interp(drafts, points, steps)), float(np.interp(drafts, points, verify)))
+        verify = np.minimum([self.by_nodes[nodes] * plain for nodes in sizes], steps)
+        return lambda drafts: (float(np.interp(drafts, points, steps)), float(np.interp(drafts, points, verify)), plain)
 
 
-Drafted = Callable[[int], tuple[float, float]]
+Drafted = Callable[[int], tuple[float, float, float]]
 
 
-def predicted(
-    each: Candidate, own: Accepted, seconds: Drafted, rows: int, plain: float, new_tokens: int
-) -> list[dict[str, Any]]:
+def predicted(each: Candidate, own: Accepted, seconds: Drafted, rows: int, new_tokens: int) -> list[dict[str, Any]]:
     """What each γ of a candidate is expected to give; times are in plain steps, and verification takes one at least, so
     that no speed-up is above E. The first selection counts with the prefill; others are made after every 256 new
     tokens, by topk in each step."""
     found: list[dict[str, Any]] = []
     for drafts in each.drafts:
-        step, verify = seconds(drafts)
+        step, verify, plain = seconds(drafts)
         tokens, selecting = expected_tokens(own.alpha[:drafts]), 0.0
         if each.selector is not None and (each.selector.name == "topk" or new_tokens > APPENDED):
             share = 1.0 if each.selector.name == "topk" else tokens / APPENDED
@@ -296,7 +302,7 @@ def plan_drafters(
                 times = StepTimes(target, rows, context, lean)
                 steps = [times.drafted(each) for each in own]
                 options = [
-                    predicted(each, of, seconds, rows, times.plain, new_tokens)
+                    predicted(each, of, seconds, rows, new_tokens)
                     for each, of, seconds in zip(own, found, steps, strict=True)
                 ]
                 best = [max(each, key=lambda option: option["speedup"]) for each in options]

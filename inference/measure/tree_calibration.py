@@ -239,24 +239,24 @@ def calibrate(
         step_time = drafter.step_time and drafter.step_time(target, costs)
         candidates = candidates_of(text.ranks, sizes, costs, step_time, chains=len(sizes) > 1)
         chosen, compared = fastest(candidates), list[ComparedTree]()
-        if decoding:
-            watch = progress.watch(max(settings.seconds - progress.elapsed, DYNAMIC * settings.seconds))
-            trees = [decoding(target, tree) for tree in (chosen.trees[0], *tree_search.SHAPES)]
-            # The context has room for the tokens that are compared.
-            length = max(1, min(COMPARED_CONTEXT, target.context - COMPARED_TOKENS))
-            prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)
-            starts = [prompt[-length:] for prompt in prompts]
-            try:
+        try:
+            if decoding:
+                watch = progress.watch(max(settings.seconds - progress.elapsed, DYNAMIC * settings.seconds))
+                trees = [decoding(target, tree) for tree in (chosen.trees[0], *tree_search.SHAPES)]
+                # The context has room for the tokens that are compared.
+                length = max(1, min(COMPARED_CONTEXT, target.context - COMPARED_TOKENS))
+                prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)
+                starts = [prompt[-length:] for prompt in prompts]
                 compared = compare_dynamic(target, trees, starts, watch, settings.lean)
-            except KeyboardInterrupt as stop:  # the fixed tree is written first: it must not be lost
-                interrupted = stop
-            seconds |= {"set_up": watch.set_up, "timing": watch.elapsed}
-        elif drafter.dynamic and not settings.nodes:
-            compared = drafter.dynamic(target, chosen, costs)
+                seconds |= {"set_up": watch.set_up, "timing": watch.elapsed}
+            elif drafter.dynamic and not settings.nodes:
+                compared = drafter.dynamic(target, chosen, costs)
+        except KeyboardInterrupt as stop:  # the fixed tree is written first: it must not be lost
+            interrupted = stop
     text_of = "the target's answers to the prompts" if texts else "held-out rows"
     print(f"calibrated on {text.positions:,} positions of {text_of} ({seconds['ranking']:.0f} s)")
     print_candidates(candidates, costs, compared)
-    if decoding and not compared:
+    if (decoding or interrupted) and not compared:
         why = "it was interrupted" if interrupted else "the time was too short; give more --seconds"
         print(f"dynamic trees were not compared with it: {why}")
     calibration = {

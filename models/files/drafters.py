@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.common.files import json_object
-from draftsmith.models.files.locate import MEDUSA, ModelFolder, gguf_file, known_folder, local_folder
+from draftsmith.models.files.locate import MASK, MEDUSA, ModelFolder, gguf_file, known_folder, local_folder
 from draftsmith.models.files.weights import PICKLE, SINGLE, safetensors_header, weight_files
 
 
@@ -79,6 +79,9 @@ def check_drafter_name(name: str, target: str | None = None) -> None:
 
 
 def published_files(folder: Path) -> list[Path]:
-    """The files of a published drafter's weights. Raises FileNotFoundError: there are none, or some are missing."""
+    """The files of a published drafter's weights. Raises FileNotFoundError: there are none, or some are missing.
+    ValueError: one beside them is not read."""
+    if (folder / MASK).exists():
+        raise ValueError(f"{folder / MASK}: a mask token's own embedding, which is not read: drafts would be others")
     single = (folder / f"{MEDUSA}{suffix}" for suffix in (".safetensors", ".pt"))
     return [file for file in single if file.exists()][:1] or weight_files(folder)

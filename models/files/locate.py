@@ -23,9 +23,9 @@ from draftsmith.models.precision import say
 _ROOT = Path(__file__).resolve().parents[2]
 # Left out of a download: pickles and other frameworks' files. Pickled weights are fetched if there are no others.
 _NEVER = [
-    "original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle",
-    "*.msgpack", "*.h5", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel", "*.nemo",
-    "*.npz", "*.zip", "*.tar", "*.tar.gz",
+    "original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "*[!g].pt", "*.pth", "*.ckpt", "*.pkl",
+    "*.pickle", "*.msgpack", "*.h5", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel",
+    "*.nemo", "*.npz", "*.zip", "*.tar", "*.tar.gz",
 ]  # fmt: skip
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 FETCHED = "models/smollm2"  # what `make models` fetches
@@ -35,6 +35,7 @@ FETCHES = {  # folder → the command that fetches it
     "models/qwen2.5-coder-1.5b": "make coder SIZE=1.5b (1.1 GB)",
 }
 _ONLY_PICKLES = ": its pickled weights, there are no others"
+MASK = "mask_embedding.pt"  # of some DFlash drafters, beside their weights; fetched to be refused
 MEDUSA = "medusa_lm_head"  # name of a file of heads: .safetensors, or .pt, a pickle
 
 
@@ -145,7 +146,7 @@ def published_folder(name: str, revision: str | None = None, pickles: bool = Fal
     folder = known_folder(name)
     if folder is not None:
         return folder
-    small = ["config.json", f"{SINGLE}.index.json", "README.md", "provenance.json", "chat_template.jinja"]
+    small = ["config.json", f"{SINGLE}.index.json", "README.md", "provenance.json", "chat_template.jinja", MASK]
     folder = _download(name, revision, allow_patterns=[*small, "*.safetensors"])
     if not any(folder.glob("*.safetensors")):
         if not pickles:

@@ -24,7 +24,6 @@ from draftsmith.models.serving.published import Imported, TargetInfo, convert
 from draftsmith.models.target import Target, load_target
 
 _RULES = 1  # of this conversion: a copy made by others is made anew
-_MASK = "mask_embedding.pt"  # of a DFlash drafter, beside its weights
 _CHAIN = 3  # tokens of an EAGLE drafter's chain until it is calibrated
 
 
@@ -41,8 +40,6 @@ def load_stored(
 def read_published(folder: Path, target: Target, pickles: bool = False) -> Imported:
     """Read a published drafter's folder and convert it for a target.
     Raises FileNotFoundError, ValueError: it is missing, damaged, of an unknown form, or of another target."""
-    if (folder / _MASK).exists():
-        raise ValueError(f"{folder / _MASK}: a mask token's own embedding, which is not read: drafts would be others")
     config, tensors = config_of(folder), read_tensors(folder, published_files(folder), pickles=pickles)
     try:
         imported = convert(config, tensors, TargetInfo.of(target))

@@ -108,19 +108,22 @@ def test_equal_and_not(served):
     assert found["equal"] and found["mean_accepted_length"] is None, "of n-grams the texts alone count"
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_a_control_must_differ(served, run_main, tmp_path, monkeypatch, equal):
+@pytest.mark.parametrize("what", ["equal", "drafts", "texts"])
+def test_a_control_must_differ(served, run_main, tmp_path, monkeypatch, what):
+    """In its drafts alone."""
     target, _, _, plain, ours = served
     other = answer_of(ours)
-    other["texts"][0]["drafts"] += not equal
+    other["texts"][0]["drafts"] += what == "drafts"
+    if what == "texts":
+        other["texts"][0]["tokens"] = [*ours[0].tokens[:-1], 4095 - ours[0].tokens[-1]]
     found = compare(target, PROMPTS, plain, ours, other, TOKENS) | {"server": "x 1"}
     monkeypatch.setattr(serve_check, "check_one", lambda *_: found)
     (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").touch(0o755)
     words = ["ngram", "--target", "models/tiny-lm", "--prompts", tmp_path / "p.jsonl", "--environment", tmp_path]
-    assert run_main(serve_check.main, *words)[0] == (0 if equal else 1)
-    assert run_main(serve_check.main, *words, "--must-differ")[0] == (1 if equal else 0)
+    assert run_main(serve_check.main, *words)[0] == (0 if what == "equal" else 1)
+    assert run_main(serve_check.main, *words, "--must-differ")[0] == (0 if what == "drafts" else 1)
 
 
 @pytest.mark.parametrize("how", ["transposed", "shifted-vocabulary", "shifted-layers"])

@@ -6,9 +6,9 @@ import copy
 import json
 import shutil
 import time
-from pathlib import Path
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch

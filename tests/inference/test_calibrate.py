@@ -357,6 +357,21 @@ def test_heads_may_have_a_dynamic_tree(calibrated, heads_folder, monkeypatch, sp
     assert "dynamic" not in tree and len(found) == 4
 
 
+def test_an_interrupt_keeps_the_fixed_tree_of_heads(run_main, heads_folder, monkeypatch):
+    """While dynamic ones are simulated."""
+    folder, prompts = heads_folder
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrations, "simulate_dynamic", interrupted)
+    words = (folder, "--device", "cpu", "--prompts", prompts, "--max-new-tokens", 100)
+    code, out, err = run_main(calibrate.main, *words)
+    assert code != 0 and "not compared with it: it was interrupted" in out and "Traceback" not in err
+    tree = json.loads((folder / "tree.json").read_text())
+    assert tree["paths"] and "dynamic" not in tree
+
+
 def test_what_has_no_tree(run_main, heads_folder, tiny_lm, monkeypatch, tmp_path):
     """Of names without a folder what steps cost is timed, of a merge also its folder's tree, whose candidates are those
     that a merge chooses from."""

@@ -291,7 +291,8 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     write_drafter(tmp_path / "own", "dflash", dflash.config.to_dict(), dflash.stored(), target, {})
     apart = to_servers.export(open_source(str(tmp_path / "own"), "vllm"), "vllm", served)
     assert apart == 0
-    config, weights = json.loads((served / "config.json").read_text()), load_file(served / "model.safetensors")
+    written, weights = (served / "config.json").read_text(), load_file(served / "model.safetensors")
+    config = json.loads(written)
     assert config["dflash_config"] == {"mask_token_id": 299, "target_layer_ids": [0], "causal": False}
     assert (config["block_size"], config["num_target_layers"], config["draft_vocab_size"]) == (4, 2, 240)
     assert weights.keys() == {*dflash.stored()} - {"draft_vocab"} | {"lm_head.weight", "d2t", "t2d"}
@@ -314,7 +315,7 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
         (served / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=re.escape(message)):
             convert_if_published(str(served), str(tiny_lm))
-    (served / "config.json").write_text(json.dumps(config))
+    (served / "config.json").write_text(written)  # of which there is a converted copy
     (served / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask_embedding\.pt: a mask token's own embedding, which is not read"):
         convert_if_published(str(served), str(tiny_lm))

@@ -85,3 +85,7 @@ def test_extremes(device):
     teacher = Teacher(probs[1:], probs.argmax(-1)[1:], loss="nla")
     soft_loss(logits, teacher, torch.tensor([0], device=device), torch.ones(1, device=device), found[:, :1])
     assert 60 < float(found[0, 0]) < 70 and logits.isfinite().all()
+    logits = torch.tensor([[-7.0, 0.0, -20.0]], device=device)  # α = 9e-4: ∂(−log α) is (q_1 − 1, q_2, q_3)
+    q = logits.softmax(-1)
+    soft_loss(logits, teacher, torch.tensor([0], device=device), torch.ones(1, device=device), found[:, :1])
+    torch.testing.assert_close(logits, q - torch.tensor([[1.0, 0.0, 0.0]], device=device))
