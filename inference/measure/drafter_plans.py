@@ -15,7 +15,6 @@ Shape letters: B rows, S cached tokens, K entries, γ drafted tokens of a step.
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +40,8 @@ from draftsmith.inference.measure.step_costs import StepClock, chain_step
 from draftsmith.models.target import Target
 
 TIMED = (1, 2, 4, 8)  # drafted tokens of steps that are timed; between them times are linear
-REPEATS, MOST_REPEATS, SECONDS = 4, 40, 0.1  # steps, of which the shortest counts: at least, and until a limit of time
+ROUNDS = 3
+REPEATS, MOST_REPEATS, SECONDS = 2, 20, 0.05  # steps of a round, at least, and until a limit of time
 ALL = tuple(range(1, MOST + 1))
 
 
@@ -192,55 +192,59 @@ def shortest(step: Step, cached: int) -> float:
     return min(seconds[1:])
 
 
+Drafted = Callable[[int], tuple[float, float]]
+
+
 @dataclass
 class StepTimes:
-    """Seconds of steps of B rows with S cached tokens each."""
+    """Seconds of steps of B rows with S cached tokens each. All steps are timed in turn in several rounds, and the
+    shortest of each counts. So other work, which comes and goes, meets all of them: of a step that is timed more often
+    the shortest would be that of a better minute.
+
+    plain: of a plain step; if a larger one was faster, that one's.
+    drafted: for each candidate (T_step, T_verify) by γ. A step holds its verification, which takes no longer.
+    """
 
     target: Target
     rows: int
     cached: int
     lean: bool | None
 
-    def __post_init__(self) -> None:
-        self.by_nodes: dict[int, float] = {}  # of the target's pass, in plain steps of the same minute
-        self.plains: list[float] = []
+    def measure(self, chosen: Sequence[Candidate]) -> "StepTimes":
+        points = [[drafts for drafts in TIMED if drafts in each.drafts] or [*each.drafts] for each in chosen]
+        drafters = [[each.make(n) for n in numbers] for each, numbers in zip(chosen, points, strict=True)]
+        nodes = {1, *(drafter.num_nodes for each in drafters for drafter in each)}
+        timed: list[Callable[[], float]] = [partial(self._verification, size) for size in nodes]
+        timed += [partial(self._drafted, drafter) for each in drafters for drafter in each]
+        shortest_of = np.min([[one() for one in timed] for _ in range(ROUNDS)], axis=0).tolist()
+        by_nodes, steps = dict(zip(nodes, shortest_of, strict=False)), iter(shortest_of[len(nodes) :])
+        self.plain, self.drafted = min(by_nodes.values()), list[Drafted]()
+        for own, numbers in zip(drafters, points, strict=True):
+            step = np.minimum.accumulate([next(steps) for _ in own][::-1])[::-1]
+            verify = np.minimum([by_nodes[drafter.num_nodes] for drafter in own], step)
+            self.drafted.append(partial(_between, numbers, step, verify))
+        return self
 
-    @property
-    def plain(self) -> float:
-        """Of a plain step, as a rule."""
-        return statistics.median(self.plains)
-
-    def timed(self, nodes: int) -> float:
+    def _verification(self, nodes: int) -> float:
         return shortest(chain_step(self.target, self.lean, self.rows, self.cached, nodes), self.cached)
 
-    def drafted(self, each: Candidate) -> "Drafted":
-        """(T_step, T_verify, T_plain) by γ. Plain steps are timed before and after each candidate's, so that other work
-        meets both: the shortest of all of them would be that of a better minute than most candidates had. A step holds
-        its verification; where that took longer by itself, it was disturbed, and the step's time counts."""
-        points = [drafts for drafts in TIMED if drafts in each.drafts] or [*each.drafts]
-        drafters = [each.make(drafts) for drafts in points]
-        sizes = [drafter.num_nodes for drafter in drafters]
-        before = self.timed(1)
-        steps = [drafted_step_seconds(self.target, each, self.rows, self.cached, self.lean) for each in drafters]
-        new = {nodes: self.timed(nodes) for nodes in {*sizes} - self.by_nodes.keys()}
-        plain = (before + self.timed(1)) / 2
-        self.plains.append(plain)
-        self.by_nodes |= {nodes: seconds / plain for nodes, seconds in new.items()}
-        steps = np.minimum.accumulate(steps[::-1])[::-1]
-        verify = np.minimum([self.by_nodes[nodes] * plain for nodes in sizes], steps)
-        return lambda drafts: (float(np.interp(drafts, points, steps)), float(np.interp(drafts, points, verify)), plain)
+    def _drafted(self, drafter: Drafter) -> float:
+        return drafted_step_seconds(self.target, drafter, self.rows, self.cached, self.lean)
 
 
-Drafted = Callable[[int], tuple[float, float, float]]
+def _between(points: Sequence[int], step: Any, verify: Any, drafts: int) -> tuple[float, float]:
+    return float(np.interp(drafts, points, step)), float(np.interp(drafts, points, verify))
 
 
-def predicted(each: Candidate, own: Accepted, seconds: Drafted, rows: int, new_tokens: int) -> list[dict[str, Any]]:
+def predicted(
+    each: Candidate, own: Accepted, seconds: Drafted, rows: int, plain: float, new_tokens: int
+) -> list[dict[str, Any]]:
     """What each γ of a candidate is expected to give; times are in plain steps, and verification takes one at least, so
     that no speed-up is above E. The first selection counts with the prefill; others are made after every 256 new
     tokens, by topk in each step."""
     found: list[dict[str, Any]] = []
     for drafts in each.drafts:
-        step, verify, plain = seconds(drafts)
+        step, verify = seconds(drafts)
         tokens, selecting = expected_tokens(own.alpha[:drafts]), 0.0
         if each.selector is not None and (each.selector.name == "topk" or new_tokens > APPENDED):
             share = 1.0 if each.selector.name == "topk" else tokens / APPENDED
@@ -299,11 +303,10 @@ def plan_drafters(
             ]
             advance(next(done))
             for rows in batches:
-                times = StepTimes(target, rows, context, lean)
-                steps = [times.drafted(each) for each in own]
+                times = StepTimes(target, rows, context, lean).measure(own)
                 options = [
-                    predicted(each, of, seconds, rows, new_tokens)
-                    for each, of, seconds in zip(own, found, steps, strict=True)
+                    predicted(each, of, seconds, rows, times.plain, new_tokens)
+                    for each, of, seconds in zip(own, found, times.drafted, strict=True)
                 ]
                 best = [max(each, key=lambda option: option["speedup"]) for each in options]
                 best = sorted([*best, plain_decoding(times.plain)], key=lambda option: -option["speedup"])

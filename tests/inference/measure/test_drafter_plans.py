@@ -31,13 +31,12 @@ K = 36
 class Times(StepTimes):
     """Seconds by hand: a plain step 10, each further node 1, each drafted token ``draft``."""
 
-    plain = property(lambda self: 10.0)
-
     def __init__(self, rows=1, draft=2.0):
-        self.rows, self.draft = rows, draft
+        self.rows, self.draft, self.plain = rows, draft, 10.0
 
-    def drafted(self, each):
-        return lambda drafts: (10.0 + drafts + drafts * self.draft, 10.0 + drafts, 10.0)
+    def measure(self, chosen):
+        self.drafted = [lambda drafts: (10.0 + drafts + drafts * self.draft, 10.0 + drafts)] * len(chosen)
+        return self
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_predictions_are_the_formula(name, new_tokens, share):
         f"draft_model:x,{name}:64", lambda drafts: pytest.fail("not needed"), [1, 2, 3], Selector(name, 64)
     )
     own = Accepted([0.9, 0.8, 0.5], 0.5)
-    options = predicted(each, own, Times().drafted(each), 4, new_tokens)
+    options = predicted(each, own, *Times().measure([each]).drafted, 4, 10.0, new_tokens)
     assert [option["drafter"] for option in options] == [
         f"draft_model:x,{name}:64@{','.join('1' * n)}" for n in (1, 2, 3)
     ]
@@ -61,27 +60,28 @@ def test_predictions_are_the_formula(name, new_tokens, share):
     assert found["speedup"] == pytest.approx(10 * tokens / (16 + select), abs=1e-4)
     least = found["least_alpha"]
     assert 1 + least + least**2 == pytest.approx((16 + select) / 10, abs=1e-3)
-    (_, fast, _) = predicted(each, own, lambda drafts: (1.0, 2.0, 10.0), 4, 64)  # other work disturbed plain steps
+    (_, fast, _) = predicted(each, own, lambda drafts: (1.0, 2.0), 4, 10.0, 64)  # other work disturbed plain steps
     assert fast["speedup"] <= fast["tokens"] and (fast["verify"], fast["draft"]) == (1, 0)
 
 
-def test_times_are_of_the_minute_of_their_candidate(monkeypatch):
-    """A slow minute makes plain steps slow, too; and a verification takes no longer than the step that holds it."""
-    minute = iter([1.0, 2.0, 3.0])  # of a candidate's plain steps before its own; those after it take as long
-    now = [1.0, 0]
+def test_the_shortest_of_several_rounds_counts(monkeypatch):
+    """Other work in one round changes nothing, and a verification takes no longer than the step that holds it."""
+    calls = []
 
-    def shortest(nodes, cached):
-        now[:] = (next(minute) if nodes == 1 and now[1] % 2 == 0 else now[0]), now[1] + (nodes == 1)
-        return now[0] * {1: 1.0, 2: 1.5, 3: 50.0}[nodes]
+    def timed(seconds, *what):
+        calls.append(what)
+        return seconds * (9.0 if what[0] == 1 + calls.count(what) % 3 else 1.0)  # each is slow in one of the rounds
 
     monkeypatch.setattr(drafter_plans, "chain_step", lambda target, lean, rows, cached, nodes: nodes)
-    monkeypatch.setattr(drafter_plans, "shortest", shortest)
-    monkeypatch.setattr(drafter_plans, "drafted_step_seconds", lambda *_: 2.0 * now[0])
-    times = StepTimes(None, 4, 64, None)
-    for slow in (1.0, 2.0, 3.0):
-        seconds = times.drafted(Candidate("x", lambda n: SimpleNamespace(num_nodes=n + 1), [1, 2]))
-        assert seconds(1) == (2 * slow, 1.5 * slow, slow) and seconds(2) == (2 * slow, 2 * slow, slow)
-    assert times.plain == 2.0
+    monkeypatch.setattr(drafter_plans, "shortest", lambda nodes, _: timed({1: 1.0, 2: 1.5, 3: 50.0}[nodes], nodes))
+    monkeypatch.setattr(
+        drafter_plans, "drafted_step_seconds", lambda _, drafter, *rest: timed(2.0, drafter.num_nodes, "d")
+    )
+    chosen = [Candidate(name, lambda n: SimpleNamespace(num_nodes=n + 1), [1, 2]) for name in "xy"]
+    times = StepTimes(None, 4, 64, None).measure(chosen)
+    assert times.plain == 1.0 and len(calls) == 3 * (3 + 4) and calls[:7] == calls[7:14]
+    for seconds in times.drafted:
+        assert seconds(1) == (2.0, 1.5) and seconds(2) == (2.0, 2.0)
 
 
 def test_the_fastest_drafter_is_chosen_and_the_next_one_named(monkeypatch, make_target):
