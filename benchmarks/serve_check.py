@@ -16,7 +16,8 @@ the format has no place for is a row that says why. Exit codes: 0 equal, 1 not e
 usage or bad input.
 
 --damage writes the folder wrongly after it was checked, to see that this check finds it: a matrix transposed, the
-captured layers shifted by one, the bias of fc left out, or the draft vocabulary shifted by one.
+captured layers shifted by one, the bias of fc left out, or the draft vocabulary shifted by one. --must-differ is for
+a drafter that the server is known to run otherwise.
 """
 
 import argparse
