@@ -21,7 +21,8 @@ from draftsmith.models.files.weights import PICKLE, SINGLE, config_of
 from draftsmith.models.precision import say
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Left out of a download: pickles and other frameworks' files. Pickled weights are fetched if there are no others.
+# Left out of a download: pickles (but for MASK, which is refused) and other frameworks' files. Pickled weights are
+# fetched if there are no others.
 _NEVER = [
     "original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "*[!g].pt", "*.pth", "*.ckpt", "*.pkl",
     "*.pickle", "*.msgpack", "*.h5", "*.ot", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data", "*.tflite", "*.mlmodel",
