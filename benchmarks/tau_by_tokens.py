@@ -8,8 +8,8 @@ every true token at every depth after the true ones before it; what a chain or a
 from that, step by step (inference/measure/tree_statistics.py), so that nothing is decoded with the drafters. Chains of
 --chains drafts and the drafter's own tree (tree.json; of one with a dynamic tree the fixed one beside it) are
 simulated; heads draft no longer chains than there are heads. With --nodes also the best fixed tree of so many nodes.
-Drafters that draft all depths in one pass (heads, DFlash, P-EAGLE) have dynamic ones, too, by their probabilities and by
-a confidence. What is counted on one half of the prompts chooses the trees of the other half.
+Drafters that draft all depths in one pass (heads, DFlash, P-EAGLE) have dynamic ones, too, by their probabilities and
+by a confidence. What is counted on one half of the prompts chooses the trees of the other half.
 
 Training tokens are the labels that training saw, where the drafter's folder says so, else the distinct answer tokens of
 its data; or what is given: FOLDER=0.33M. Intervals of 95 % are over prompts. Written are the figures, a picture and a
