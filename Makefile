@@ -89,7 +89,7 @@ SHORT := run.name=demo stages.0.steps=240 data.train.0.answers.prompts=640 data.
 
 shipped:
 	@case '$(MODEL)' in smollm2|coder) ;; *) echo 'error: MODEL=$(MODEL): there is no such model here; use smollm2 or coder'; exit 2;; esac
-	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); git checkout -- $(DRAFTER) brings it back'; exit 2; }
+	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); name one by DRAFTER=…; git checkout -- models brings back those of the repository'; exit 2; }
 
 demo: shipped install $(if $(CODER),coder,models)
 	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'
@@ -260,8 +260,8 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	    --target models/smollm2 --prompts runs/serve/chats.jsonl; \
 	[ $$server = openvino ] || check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
-	[ $$server != vllm ] || for to in vllm speculators; do check runs/serve-peagle --to $$to --prompts runs/serve/code.jsonl; done; \
-	[ $$server != vllm ] || check runs/serve-dflash --prompts runs/serve/code.jsonl; \
+	[ $$server != vllm ] || for to in vllm speculators; do \
+	check runs/serve-peagle runs/serve-dflash --to $$to --prompts runs/serve/code.jsonl; done; \
 	[ $$server != vllm ] || $(PY) benchmarks/serve_check.py runs/serve-dflash-untied --must-differ --prompts runs/serve/code.jsonl \
 	    --server vllm --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	[ $$server != vllm ] || $(PY) benchmarks/served_features.py models/smollm2 --prompts runs/serve/chats.jsonl \

@@ -1,18 +1,18 @@
-"""An EAGLE-3 drafter, exported and loaded by the package speculators: its logits beside our own.
+"""An EAGLE-3 or DFlash drafter, exported and loaded by the package speculators: its logits beside our own.
 
     python -m venv VENV && VENV/bin/pip install speculators
     python tests/speculators_package.py DRAFTER --python VENV/bin/python
 
-DRAFTER is a folder that train/eagle.py wrote, for example runs/tiny-eagle3. It is exported as models/export.py does it
-(--to speculators), with the target's folder as verifier. The environment is one of its own, because speculators (0.9.0:
-Python 3.11, transformers up to 5.19, torch up to 2.14) excludes versions that draftsmith needs; where its torchvision
-does not belong to its torch, uninstall torchvision and torchaudio, which neither uses here. Nothing is installed or
-downloaded by this script.
+DRAFTER is a folder that train/eagle.py or train/dflash.py wrote, for example runs/tiny-eagle3. It is exported as
+models/export.py does it (--to speculators), with the target's folder as verifier. The environment is one of its own,
+because speculators (0.9.0: Python 3.11, transformers up to 5.19, torch up to 2.14) excludes versions that draftsmith
+needs; where its torchvision does not belong to its torch, uninstall torchvision and torchaudio, which neither uses
+here. Nothing is installed or downloaded by this script.
 
 The package's own class loads the folder and runs its training forward: all positions of a random text with random
-features, then further tokens of a draft, each step on the last one's state. Ours is Eagle.unroll on the same text. The
-package counts positions from 1 and we from 0, which rotary positions do not distinguish. Both compute in float32 on the
-CPU.
+features, then further tokens of a draft, each step on the last one's state; of DFlash, a block behind every position.
+Ours is Eagle.unroll or DFlash.draft on the same text. For EAGLE-3 the package counts positions from 1 and we from 0,
+which rotary positions do not distinguish. Both compute in float32 on the CPU.
 
 Exit codes: 0 equal, 1 not equal, 2 wrong usage or bad input. Equal means: every tensor of the folder is in the loaded
 model as it was written, both draft the same ids, and no logit differs by more than 1e-4 times the largest one.
@@ -56,7 +56,13 @@ def run_package(folder: Path, attention: str, steps: int) -> None:
     inputs = load_file(folder.parent / "inputs.safetensors")
     tokens, documents = inputs["tokens"][None, 1:], torch.zeros(1, len(inputs["features"]), dtype=torch.long)
     with torch.no_grad():
-        model(inputs["features"][None], tokens, documents, ttt_steps=steps)
+        if model.config.speculators_model_type == "dflash":
+            begins = torch.ones_like(tokens)
+            begins[:, 0] = 0  # a block has a feature before it; none begins at the last places
+            last, blocks = inputs["features"][None, :, : model.hidden_size], len(tokens[0]) - 1 - model.block_size
+            model._backbone_forward(inputs["features"][None], tokens, begins, last, documents, max_anchors=blocks)
+        else:
+            model(inputs["features"][None], tokens, documents, ttt_steps=steps)
     offsets = torch.zeros(model.draft_vocab_size, dtype=torch.long) if model.d2t is None else model.d2t
     ids = torch.arange(model.draft_vocab_size) + offsets
     outputs = {"ids": ids, **{f"step.{i}": each for i, each in enumerate(logits)}}
@@ -66,7 +72,7 @@ def run_package(folder: Path, attention: str, steps: int) -> None:
         "class": type(model).__name__,
         "versions": versions,
         "not_loaded": sorted(lost),
-        "layers": list(model.config.eagle_aux_hidden_state_layer_ids),
+        "layers": list(getattr(model.config, "eagle_aux_hidden_state_layer_ids", None) or model.target_layer_ids),
     }
     print(json.dumps(found), file=answer)
 
@@ -80,6 +86,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: there is no such interpreter, the drafter cannot be exported, or the package failed.
     """
+    from draftsmith.models.dflash import DFlash
     from draftsmith.models.files.locate import locate
     from draftsmith.models.serving.source import open_source
     from draftsmith.models.serving.to_servers import export
@@ -87,8 +94,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     if shutil.which(args.python) is None:
         raise ValueError(f"--python {args.python}: there is no such interpreter")
     source = open_source(args.drafter, "speculators", args.target)
-    eagle, target = source.drafter, source.loaded()
-    c, random = eagle.config, torch.Generator().manual_seed(args.seed)
+    drafter, target = source.drafter, source.loaded()
+    c, random = drafter.config, torch.Generator().manual_seed(args.seed)
     features = torch.randn(args.length, c.hidden_size * (1 + len(c.captured_layers)), generator=random)
     tokens = torch.randint(c.vocab_size, (args.length + 1,), generator=random)
     with tempfile.TemporaryDirectory() as temporary:
@@ -104,17 +111,23 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"the package failed (exit code {done.returncode}); see its messages above")
         found, theirs = json.loads(done.stdout), load_file(folder.parent / "outputs.safetensors")
 
-    # Ours pairs position t with token t + 1; features of the last token are there for the shape alone.
-    padded = torch.cat((features, features[:1]))[None]
-    embed, head = target.model.get_input_embeddings(), eagle.draft_head(target.lm_head).float()
-    apart, largest = [], 0.0
+    embed, head = target.model.get_input_embeddings(), drafter.draft_head(target.lm_head).float()
+    pairs = list[tuple[torch.Tensor, torch.Tensor]]()  # ours and theirs, by token of the draft
     with torch.no_grad():
-        for step, out in enumerate(eagle.unroll(padded, embed, tokens[None], args.steps)):
-            count = args.length - step  # positions whose draft lies in the text
-            ours = head(out[0, :count])
-            apart.append(float((ours - theirs[f"step.{step}"][:count]).abs().max()))
-            largest = max(largest, float(ours.abs().max()))
-    same_ids = torch.equal(theirs["ids"], eagle.tokens(torch.arange(c.outputs)).long())
+        if isinstance(drafter, DFlash):
+            anchors = torch.arange(1, args.length - c.block_size)
+            out = drafter.draft(features[None], embed, tokens[None, 1:], anchors[None])[0]
+            blocks = theirs["step.0"].unflatten(0, (-1, c.block_size))
+            pairs = [(head(out[:, k]), blocks[:, k + 1]) for k in range(c.num_draft_heads)]
+        else:
+            # Ours pairs position t with token t + 1; features of the last token are there for the shape alone.
+            padded = torch.cat((features, features[:1]))[None]
+            for step, out in enumerate(drafter.unroll(padded, embed, tokens[None], args.steps)):
+                count = args.length - step  # positions whose draft lies in the text
+                pairs.append((head(out[0, :count]), theirs[f"step.{step}"][:count]))
+    apart = [float((ours - their).abs().max()) for ours, their in pairs]
+    largest = max(float(ours.abs().max()) for ours, _ in pairs)
+    same_ids = torch.equal(theirs["ids"], drafter.tokens(torch.arange(c.outputs)).long())
     equal = same_ids and not found["not_loaded"] and max(apart) <= TOLERANCE * largest
     return {
         **found,
@@ -133,14 +146,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", metavar="DRAFTER", help="an EAGLE-3 drafter's folder or Hub id")
+    parser.add_argument("drafter", metavar="DRAFTER", help="an EAGLE-3 or DFlash drafter's folder or Hub id")
     parser.add_argument("--target", help="its target, if it lies elsewhere than the drafter says")
     parser.add_argument("--python", required=True, help="the interpreter of an environment with speculators")
     parser.add_argument(
         "--attention", default="eager", choices=("eager", "simple_flex_attention"), help="the package's"
     )
     parser.add_argument("--length", type=int, default=64, help="positions of the text (default 64)")
-    parser.add_argument("--steps", type=int, default=4, help="tokens of a draft (default 4)")
+    parser.add_argument("--steps", type=int, default=4, help="tokens of EAGLE-3's draft (default 4)")
     parser.add_argument("--seed", type=int, default=0)
     found = compare(parser.parse_args())
     print(json.dumps(found, indent=1))

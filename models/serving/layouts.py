@@ -4,7 +4,7 @@
     EAGLE-3      midlayer.* or layers.0.*, fc, norm, d2t, t2d     EAGLE, SGLang, vLLM, ModelOpt, speculators
     P-EAGLE      as EAGLE-3, mask_hidden                          vLLM, speculators
     Medusa       {head}.{layer}.linear.*, {head}.{L}.weight       Medusa, TGI; blocks.{head}.layers.{layer}.*, vLLM
-    DFlash       layers.{layer}.*, fc, hidden_norm, norm, d2t      z-lab, vLLM, SGLang
+    DFlash       layers.{layer}.*, fc, hidden_norm, norm, d2t      z-lab, vLLM, SGLang, speculators
 
 to_servers.py writes by it, published.py reads by it. Names that are not here are the same in ours. As read in vLLM 0.32
 and 0.33, SGLang 0.5.23, speculators 0.9 and optimum-intel 2.2 (docs/export.md).
@@ -77,6 +77,9 @@ MEDUSA_READ = {layout.heads for layout in MEDUSA.values()} | set(
 # Of DFlash drafters: target_layer_ids name the layer that a state leaves, our captured_layers the one it enters.
 DFLASH_READ = READ | set("block_size dflash_config num_target_layers layer_types is_causal use_sliding_window".split())
 DFLASH_NESTED = {"mask_token_id", "target_layer_ids", "causal"}
+# speculators' own fields name the layer entered; of layers without a window its blocks are never causal, whatever
+# sliding_window_non_causal says, but vLLM 0.32 takes false for causal blocks of every layer.
+ENTERED, BOTH_WAYS, FROM_ANCHOR = "aux_hidden_state_layer_ids", "sliding_window_non_causal", "sample_from_anchor"
 # … these change no logit, …
 HARMLESS = set(
     "architectures model_type auto_map torch_dtype dtype transformers_version _name_or_path bos_token_id eos_token_id "
@@ -107,10 +110,10 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word. ``norm_before_fc`` together
     with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`)."""
     if isinstance(drafter, DFlash):
-        if to not in ("vllm", "sglang"):
-            return f"a DFlash drafter: it is written for vLLM and SGLang alone, not for {to}; use --to vllm"
+        if to not in ("vllm", "sglang", "speculators"):
+            return f"a DFlash drafter: it is written for vLLM, SGLang and speculators, not for {to}; use --to vllm"
         if 0 in drafter.config.captured_layers:  # it is no layer's output, by which servers name it
-            return f"it captures layer 0, which {to} has no name for; train one that does not"
+            return "it captures layer 0, which is no layer's output, by which servers name it; train one that does not"
         return None
     if isinstance(drafter, MedusaHeads):
         if to not in MEDUSA:

@@ -46,13 +46,13 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         files = f"# {tokens} heads in the layout of FasterDecoding/Medusa, as safetensors; to decode with them here:\n"
         files += f'python -m draftsmith.inference.decode DRAFTER --target {target} --prompt "What is a prime number?"'
         return "programs that read the published layout from safetensors", method, files
+    if to == "speculators":
+        return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if isinstance(source.drafter, DFlash):
         slots = source.drafter.config.block_size
         vllm += f"\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
         vllm += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
         return "vLLM and SGLang", method, vllm
-    if to == "speculators":
-        return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if to == "openvino":
         # It takes what leaves a layer, and by default 2, n/2 and n − 3; its converter has no place for a list.
         convert = "optimum-cli export openvino --task text-generation-with-past --model"

@@ -91,6 +91,8 @@ def in_our_form(config: Config, tensors: Tensors, target: TargetInfo) -> Importe
     """:func:`convert` without the checks of what only others write."""
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return _medusa(config, tensors, target)
+    if config.get("speculators_model_type") == "dflash":
+        return _dflash(_of_speculators(config, target), tensors, target)
     if "dflash_config" in config and "speculators_model_type" not in config:
         return _dflash(config, tensors, target)
     kind, kinds = config.get("speculators_model_type", "eagle3"), ("eagle3", "peagle")
@@ -289,6 +291,22 @@ def _medusa(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
 # ---- DFlash
 
 
+def _of_speculators(config: Config, target: TargetInfo) -> Config:
+    """The config of a DFlash drafter of the package speculators as z-lab's have it."""
+    own, layer = dict(config), config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ValueError(f"config.json: field 'transformer_layer_config' is {layer!r}; it has to be an object")
+    if own.pop(layouts.FROM_ANCHOR, False):
+        raise ValueError(f"config.json: {layouts.FROM_ANCHOR} is true: to draft from the anchor is not known here")
+    _check_target("target_hidden_size", _number(own, "target_hidden_size", target.hidden_size), target.hidden_size)
+    entered = own.pop(layouts.ENTERED, None)
+    if not isinstance(entered, list) or any(type(number) is not int for number in entered):
+        raise ValueError(f"config.json: field '{layouts.ENTERED}' is {entered!r}; it has to be a list of layers")
+    nested = {"mask_token_id": own.pop("mask_token_id", None), "target_layer_ids": [number - 1 for number in entered]}
+    own = {name: value for name, value in own.items() if name not in (layouts.BOTH_WAYS, "transformer_layer_config")}
+    return {**layer, **own, "dflash_config": nested}
+
+
 def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     nested = config["dflash_config"]
     if not isinstance(nested, dict):
@@ -305,6 +323,7 @@ def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     ids = nested.get("target_layer_ids")
     if not isinstance(ids, list) or not ids or any(type(layer) is not int for layer in ids):
         raise ValueError(f"config.json: field 'target_layer_ids' is {ids!r}; it has to be a list of layers")
+    own = {n: weight for n, weight in own.items() if not n.startswith("verifier_")}  # the target's, of training
     size = _number(config, "draft_vocab_size", target.vocab_size)
     drafted = layouts.ids_of(own.pop("d2t", None), own.pop("t2d", None), size, target.vocab_size)
     rows = target.lm_head if drafted is None or not len(target.lm_head) else target.lm_head[drafted]

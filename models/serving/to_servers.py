@@ -108,12 +108,9 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
         return tensors, {**llama, **own, **layouts.layer_fields(c.captured_layers, text.num_hidden_layers)}
     embed = source.loaded().model.get_input_embeddings()
     tensors["embed_tokens.weight"] = source.rows(embed(torch.arange(c.vocab_size, device=source.loaded().device)))
-    proposal = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1}
-    algorithm = "peagle" if c.parallel else "eagle3"
     config = {
         "architectures": [architecture],
-        "speculators_model_type": algorithm,
-        "speculators_version": SPECULATORS,
+        **_speculators(source, "peagle" if c.parallel else "eagle3", served_target, speculative_tokens),
         "draft_vocab_size": c.outputs,
         "target_hidden_size": c.hidden_size,
         "embed_requires_grad": False,
@@ -124,6 +121,16 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "transformer_layer_config": {"architectures": ["LlamaForCausalLM"], **llama},
+    }
+    return tensors, config
+
+
+def _speculators(source: ExportSource, algorithm: str, served_target: str, tokens: int) -> dict[str, Any]:
+    """The fields by which the package speculators, and vLLM for its folders, know a drafter and its target."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS,
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -131,12 +138,12 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
             "verifier": {"name_or_path": served_target, "architectures": source.target_config.architectures or []},
         },
     }
-    return tensors, config
 
 
-def _dflash(source: ExportSource, dflash: DFlash) -> Written:
-    """A DFlash drafter as z-lab publishes them. Of a draft vocabulary the rows of the target's LM head are written,
-    which vLLM reads; SGLang drafts from all tokens."""
+def _dflash(source: ExportSource, dflash: DFlash, to: str, served_target: str) -> Written:
+    """A DFlash drafter as z-lab or the package speculators publish them. Of a draft vocabulary the rows of the target's
+    LM head are written, which vLLM reads; SGLang drafts from all tokens. Embeddings are the target's, which vLLM shares
+    and speculators fetches."""
     c, target = dflash.config, source.loaded()
     some = torch.arange(min(64, c.vocab_size), device=target.device)
     if not torch.equal(target.embeddings(some), cast(Tensor, target.embeddings.weight)[some]):
@@ -146,8 +153,7 @@ def _dflash(source: ExportSource, dflash: DFlash) -> Written:
         ids = dflash.tokens(torch.arange(c.outputs)).long()
         tensors["lm_head.weight"] = source.rows(head_rows(target.lm_head, ids).weight)
         tensors |= layouts.maps_of(ids, c.vocab_size)
-    config = {
-        "architectures": ["DFlashDraftModel"],
+    qwen = {
         "model_type": "qwen3",
         "num_hidden_layers": c.num_layers,
         **{name: getattr(c, name) for name in SIZES},
@@ -160,6 +166,27 @@ def _dflash(source: ExportSource, dflash: DFlash) -> Written:
         "use_sliding_window": False,
         "tie_word_embeddings": False,
         "torch_dtype": str(source.dtype).removeprefix("torch."),
+    }
+    if to == "speculators":
+        if c.outputs == c.vocab_size:  # that package has no place for a missing LM head
+            tensors["lm_head.weight"] = source.rows(target.lm_head.weight)
+        return tensors, {
+            "architectures": ["DFlashDraftModel"],
+            **_speculators(source, "dflash", served_target, c.num_draft_heads),
+            "draft_vocab_size": c.outputs,
+            "target_hidden_size": c.hidden_size,
+            "block_size": c.block_size,
+            layouts.ENTERED: list(c.captured_layers),
+            "mask_token_id": c.mask_token_id,
+            layouts.BOTH_WAYS: True,
+            layouts.FROM_ANCHOR: False,
+            "tie_word_embeddings": False,
+            "torch_dtype": qwen["torch_dtype"],
+            "transformer_layer_config": qwen,
+        }
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **qwen,
         **({"draft_vocab_size": c.draft_vocab_size} if c.draft_vocab_size else {}),
         "block_size": c.block_size,
         "num_target_layers": c.num_target_layers,
@@ -219,7 +246,7 @@ def written(source: ExportSource, to: str, served_target: str, speculative_token
     if isinstance(source.drafter, MedusaHeads):
         return _medusa(source, source.drafter, to, served_target)
     if isinstance(source.drafter, DFlash):
-        return _dflash(source, source.drafter)
+        return _dflash(source, source.drafter, to, served_target)
     return _eagle(source, source.drafter, to, served_target, speculative_tokens)
 
 

@@ -201,7 +201,7 @@ QUICK = [
             "ensembles.py a/b --prompts nowhere.jsonl",
             "shortlist_heads.py nowhere --prompts README.md",
             "shortlist_heads.py a/b --prompts nowhere.jsonl",
-            "shortlist_tasks.py --model qwen2.5-coder-0.5b --report /tmp/new",
+            "shortlist_tasks.py nowhere --report /tmp/new",
             "tau_by_tokens.py nowhere=3k --prompts README.md",
             "tau_by_tokens.py models/smollm2-medusa --prompts nowhere.jsonl",
             "coder_table.py nowhere.json",

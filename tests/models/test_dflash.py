@@ -319,5 +319,50 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     (served / "mask_embedding.pt").touch()
     with pytest.raises(ValueError, match=r"mask_embedding\.pt: a mask token's own embedding, which is not read"):
         convert_if_published(str(served), str(tiny_lm))
-    with pytest.raises(ValueError, match="a DFlash drafter: it is written for vLLM and SGLang alone, not for openvino"):
+    with pytest.raises(ValueError, match="it is written for vLLM, SGLang and speculators, not for openvino"):
         open_source(str(tmp_path / "own"), "openvino")
+
+
+@pytest.mark.parametrize("draft_vocab", [True, False])
+def test_a_folder_of_speculators_and_back(tiny_lm, tmp_path, draft_vocab):
+    """As that package writes them: layers by the one entered, a layer's fields apart, an LM head in every folder."""
+    target, served = load_target(str(tiny_lm)), tmp_path / "served"
+    dflash = untrained_block(target, draft_vocab)
+    write_drafter(tmp_path / "own", "dflash", dflash.config.to_dict(), dflash.stored(), target, {})
+    source = open_source(str(tmp_path / "own"), "speculators")
+    assert to_servers.export(source, "speculators", served, "USER/TARGET") == 0
+    config, weights = json.loads((served / "config.json").read_text()), load_file(served / "model.safetensors")
+    assert {name: config[name] for name in (
+        "speculators_model_type", "block_size", "aux_hidden_state_layer_ids", "mask_token_id",
+        "sliding_window_non_causal", "sample_from_anchor", "draft_vocab_size",
+    )} == {
+        "speculators_model_type": "dflash", "block_size": 4, "aux_hidden_state_layer_ids": [1], "mask_token_id": 299,
+        "sliding_window_non_causal": True, "sample_from_anchor": False, "draft_vocab_size": 240 if draft_vocab else 300,
+    }  # fmt: skip
+    assert config["transformer_layer_config"]["model_type"] == "qwen3"
+    (method,) = config["speculators_config"]["proposal_methods"]
+    assert (method["proposal_type"], method["speculative_tokens"]) == ("greedy", 3)
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "USER/TARGET"
+    assert weights.keys() - {"d2t", "t2d"} == {*dflash.stored()} - {"draft_vocab"} | {"lm_head.weight"}
+    assert "vllm serve DRAFTER\n" in (served / "README.md").read_text()
+    assert difference(served, dflash, target) < 1e-4
+    # What the package stores besides: the target's own tensors, of its training.
+    hidden = target.hidden_size
+    of_target = {"verifier_norm.weight": torch.ones(hidden), "embed_tokens.weight": target.embeddings.weight.clone()}
+    save_file(weights | of_target, served / "model.safetensors")
+    _, found, again = read_drafter(convert_if_published(str(served), str(tiny_lm)))
+    assert DFlash.from_artifact(found, again, "here").config == dflash.config
+    assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())
+    layer = config["transformer_layer_config"]
+    for change, message in (
+        ({"sample_from_anchor": True}, "to draft from the anchor is not known here"),
+        ({"transformer_layer_config": None}, "field 'transformer_layer_config' is None; it has to be an object"),
+        ({"transformer_layer_config": layer | {"layer_types": ["sliding_attention"] * 2}}, "or have a window"),
+        ({"aux_hidden_state_layer_ids": None}, "field 'aux_hidden_state_layer_ids' is None; it has to be a list"),
+        ({"aux_hidden_state_layer_ids": [2]}, "the target has layers 0 to 1"),
+        ({"target_hidden_size": 8}, "target_hidden_size 8 ≠ 32 of the target"),
+        ({"conv_kernel_size": 3}, "field 'conv_kernel_size' is 3; it is not known here what that changes"),
+    ):
+        (served / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            convert_if_published(str(served), str(tiny_lm))

@@ -421,7 +421,7 @@ def without(name):
         ("EAGLE-3", field(architectures=["DFlashDraftModel"]), "architectures"),
         ("ModelOpt", nested(use_mtp_layernorm=True), "field 'eagle_config.use_mtp_layernorm' is True"),
         ("ModelOpt", nested(parallel_draft_step=4), "parallel_draft_step is 4"),
-        ("speculators", field(speculators_model_type="dflash"), "speculators_model_type 'dflash'"),
+        ("speculators", field(speculators_model_type="dspark"), "speculators_model_type 'dspark'"),
         ("speculators", field(norm_before_fc=True, fc_norm=True), "only one of them, as in speculators"),
         ("speculators", field(norm_output=True, fc_norm=True), "'fc_norm.0.weight' is missing"),
         ("Medusa", without("1.0.linear.weight"), "'1.0.linear.weight' is missing"),

@@ -118,12 +118,15 @@ def read_back_heads(folder: Path, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def read_back_block(folder: Path, features: Tensor, anchor: Tensor, embed: nn.Module, lm_head: nn.Module) -> Tensor:
     """Logits ``[S − 1, V]`` of a DFlash drafter's folder: of the block of S slots behind ``features [T, C·d]``, which
-    are those of the layers that its target_layer_ids name. ``anchor``: its first token, ``[1]``."""
+    are those of the layers that it names. ``anchor``: its first token, ``[1]``."""
     config = json.loads((folder / "config.json").read_text())
-    qwen, w = Qwen3Config(**config), {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
-    rotary, width, given = Qwen3RotaryEmbedding(qwen), qwen.head_dim, config["dflash_config"]
-    assert features.shape[1] == len(given["target_layer_ids"]) * qwen.hidden_size
-    assert not (given["causal"] or config["is_causal"] or "sliding_attention" in config["layer_types"])
+    given = config.get("dflash_config", config)  # of speculators, or of z-lab
+    qwen = Qwen3Config(**config.get("transformer_layer_config", config))
+    w = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
+    rotary, width = Qwen3RotaryEmbedding(qwen), qwen.head_dim
+    layers = given.get("target_layer_ids") or [entered - 1 for entered in given["aux_hidden_state_layer_ids"]]
+    assert features.shape[1] == len(layers) * qwen.hidden_size and set(qwen.layer_types) == {"full_attention"}
+    assert not (given.get("causal") or config.get("is_causal") or config.get("sample_from_anchor"))
     ids = torch.cat((anchor, torch.full((config["block_size"] - 1,), given["mask_token_id"])))
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -154,7 +157,7 @@ def read_back_block(folder: Path, features: Tensor, anchor: Tensor, embed: nn.Mo
     if "lm_head.weight" not in w:
         return _linear(lm_head, out)
     found = F.linear(out, w["lm_head.weight"])
-    drafted = torch.arange(found.shape[-1]) + w["d2t"].long()
+    drafted = torch.arange(found.shape[-1]) + w.get("d2t", torch.tensor(0)).long()
     return torch.full((len(out), qwen.vocab_size), float("-inf")).index_copy(1, drafted, found)
 
 
