@@ -76,7 +76,7 @@ MEDUSA_READ = {layout.heads for layout in MEDUSA.values()} | set(
 )
 # Of DFlash drafters: target_layer_ids name the layer that a state leaves, our captured_layers the one it enters.
 DFLASH_READ = READ | set("block_size dflash_config num_target_layers layer_types is_causal use_sliding_window".split())
-DFLASH_NESTED = {"mask_token_id", "target_layer_ids", "causal"}
+DFLASH_NESTED = {"mask_token_id", "target_layer_ids", "causal", "block_size"}
 # speculators' own fields name the layer entered; of layers without a window its blocks are never causal, whatever
 # sliding_window_non_causal says, but vLLM 0.32 takes false for causal blocks of every layer.
 ENTERED, BOTH_WAYS, FROM_ANCHOR = "aux_hidden_state_layer_ids", "sliding_window_non_causal", "sample_from_anchor"

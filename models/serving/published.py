@@ -313,6 +313,8 @@ def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
         raise ValueError(f"config.json: field 'dflash_config' is {nested!r}; it has to be an object")
     for part, known, where in ((config, layouts.DFLASH_READ, ""), (nested, layouts.DFLASH_NESTED, "dflash_config.")):
         _check_fields(part, known, where)
+    # Older folders have the block's size beside dflash_config, newer ones in it, and some the mask token beside it.
+    either = {**config, **{name: value for name, value in nested.items() if value is not None}}
     causal = [part.get(name) for part, name in ((config, "is_causal"), (nested, "causal"))]
     if any(causal) or set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
         raise ValueError("config.json: its blocks are causal, or have a window; only full attention is known here")
@@ -338,9 +340,9 @@ def _dflash(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     norms = [own.get(f"layers.{layer}.self_attn.k_norm.weight") for layer in range(layers)]
     tied = all(one is not None and norms[0] is not None and torch.equal(one, norms[0]) for one in norms)
     shape = DFlashConfig(
-        _number(config, "block_size"),
+        _number(either, "block_size"),
         layers,
-        cast(int, nested.get("mask_token_id")),  # the config checks it
+        cast(int, either.get("mask_token_id")),  # the config checks it
         tuple(layer + 1 for layer in ids),
         target.num_layers,
         target.hidden_size,

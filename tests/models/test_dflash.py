@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, block_ranks, draft_labels, label_ranks
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
+from draftsmith.models.eagle import SIZES
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.from_published import convert_if_published
 from draftsmith.models.serving.source import open_source
@@ -321,6 +322,38 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
         convert_if_published(str(served), str(tiny_lm))
     with pytest.raises(ValueError, match="it is written for vLLM, SGLang and speculators, not for openvino"):
         open_source(str(tmp_path / "own"), "openvino")
+
+
+# The fields of z-lab/Qwen3-8B-DFlash-b16's config.json, and where others of theirs have some.
+PUBLISHED = {
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 4, "bos_token_id": 1,
+    "dflash_config": {"mask_token_id": 299, "target_layer_ids": [0]}, "dtype": "bfloat16", "eos_token_id": 2,
+    "hidden_act": "silu", "initializer_range": 0.02, "layer_types": ["full_attention"] * 2,
+    "max_position_embeddings": 40960, "max_window_layers": 5, "model_type": "qwen3", "num_hidden_layers": 2,
+    "num_target_layers": 2, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "transformers_version": "4.57.1", "use_cache": True, "use_sliding_window": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {},
+        {"block_size": None, "dflash_config": {"block_size": 4, "mask_token_id": 299, "target_layer_ids": [0]}},
+        {"mask_token_id": 299, "dflash_config": {"target_layer_ids": [0]}},
+    ],
+    ids=["Qwen3-8B", "Qwen3.5", "mask token beside"],
+)
+def test_configs_as_they_are_published(tiny_lm, tmp_path, moved):
+    target = load_target(str(tiny_lm))
+    dflash = untrained_block(target)
+    sizes = {name: getattr(dflash.config, name) for name in SIZES if name != "max_position_embeddings"}
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | sizes | moved))
+    save_file(dflash.stored(), tmp_path / "model.safetensors")
+    _, found, again = read_drafter(convert_if_published(str(tmp_path), str(tiny_lm)))
+    assert DFlash.from_artifact(found, again, "here").config == dflash.config
+    assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())
 
 
 @pytest.mark.parametrize("draft_vocab", [True, False])
