@@ -121,9 +121,12 @@ test: install
 	@$(PY) -m pytest -q -m 'not slow and not measurement and not whole_runs' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
 # Whole runs: shipped recipes and examples, several processes, killed commands, random input. The measurements. Those that
-# need SmolLM2 and the evaluation prompts, which make test skips where make models has not been run.
+# need SmolLM2 and the evaluation prompts, which make test skips where make models has not been run. SHARE=2/3: the second
+# third of the files.
+SHARE ?= 1/1
+
 test-more: install models
-	@$(PY) -m pytest -q -m '(measurement or whole_runs or needs_models) and not slow' -n 2 --dist loadfile --no-loadscope-reorder
+	@$(PY) -m pytest -q -m '(measurement or whole_runs or needs_models) and not slow' -n 2 --dist loadfile --no-loadscope-reorder --share $(SHARE)
 
 test-full: install
 	@echo 'All tests, the slow ones too:'

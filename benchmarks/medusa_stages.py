@@ -102,7 +102,8 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
-            folders.mark(folder, "medusa")
+            with folders.held(folder, "medusa"):  # a run of this kind, before its command comes
+                pass
             shutil.copytree(other, folder / "answers")
             break
     command = [sys.executable, "train/medusa.py", *given, "--resume"]

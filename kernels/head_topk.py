@@ -29,24 +29,6 @@ MAX_COUNT = 16  # largest R: the kernel extracts the best R one by one
 MERGED_AT_ONCE = 1024  # candidates that a program of the merge holds in registers
 
 
-def head_topk_reference(
-    features: Tensor, weight: Tensor, count: int, log_q: bool = False, tokens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The definition of :func:`head_topk`, ties included."""
-    logits = F.linear(features.float(), weight.float())
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    values, ids = values[:, :count], ids[:, :count]
-    if log_q:
-        values = values - logits.logsumexp(-1, keepdim=True)
-    return values, ids if tokens is None else tokens[ids]
-
-
-def head_argmax_reference(features: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition of :func:`head_argmax`."""
-    logits = F.linear(features.float(), weight.float()).to(features.dtype).float()
-    return logits.masked_fill(logits.isnan(), torch.inf).max(-1)
-
-
 @jit
 def packed(value, token):
     """A float32 value and an id ≥ 0 as int64: the larger of two has the larger value, or the same and the lower id."""

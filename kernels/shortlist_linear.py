@@ -86,17 +86,6 @@ def shortlist_logits_reference(features: Tensor, weight: Tensor, rows: Tensor) -
     return logits.masked_fill((rows < 0)[:, None], float("-inf"))
 
 
-def shortlist_topk_reference(
-    features: Tensor, weight: Tensor, rows: Tensor, ids: Tensor, count: int, log_q: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The definition of :func:`shortlist_topk`, ties included."""
-    logits = shortlist_logits_reference(features, weight, rows)
-    values, places = logits.sort(dim=-1, descending=True, stable=True)
-    values, places = values[..., :count], places[..., :count]
-    tokens = _tokens(values, places, rows, ids)
-    return values - logits.logsumexp(-1, keepdim=True) if log_q else values, tokens
-
-
 def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     """The token ids of places in the shortlists, ``[B, n, R]``; the first one's where the value is −inf."""
     places = places.masked_fill(values == float("-inf"), 0)

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from draftsmith.models.artifact import with_weights
@@ -121,10 +120,6 @@ class DFlashConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"captured_layers": list(self.captured_layers)}
 
-    def llama(self) -> LlamaConfig:
-        """A layer's sizes and rotary positions as a ``transformers`` config."""
-        return llama_config(self)
-
 
 class _Attention(nn.Module):
     def __init__(self, config: DFlashConfig) -> None:
@@ -155,7 +150,7 @@ class _Layer(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm, self.self_attn = nn.RMSNorm(d, eps), _Attention(config)
-        self.post_attention_layernorm, self.mlp = nn.RMSNorm(d, eps), LlamaMLP(config.llama())
+        self.post_attention_layernorm, self.mlp = nn.RMSNorm(d, eps), LlamaMLP(llama_config(config))
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], context: Keys, mask: Any, slots: int) -> Tensor:
         """The layer's output for P blocks ``[B, P · S, d]``, S = ``slots``, of which each sees its own slots and the
@@ -194,7 +189,7 @@ class DFlash(nn.Module):
         draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_vocab", draft_vocab)
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
-            self.rotary = LlamaRotaryEmbedding(config.llama())  # no parameters, nothing in the state dict
+            self.rotary = LlamaRotaryEmbedding(llama_config(config))  # no parameters, nothing in the state dict
 
     @property
     def attentions(self) -> list[_Attention]:

@@ -168,10 +168,6 @@ class EagleConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"captured_layers": list(self.captured_layers)}
 
-    def llama(self) -> LlamaConfig:
-        """The layer's sizes and rotary positions as a ``transformers`` config."""
-        return llama_config(self)
-
 
 def check_sizes(config: Any) -> None:
     """Raises ValueError: a size in a drafter's config, its rotary parameters or its captured layers are impossible."""
@@ -260,7 +256,7 @@ class _Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(d, eps)  # of features
         self.self_attn = _Attention(config, 2 * d if config.version == 3 else d)
         self.post_attention_layernorm = nn.RMSNorm(d, eps)
-        self.mlp = LlamaMLP(config.llama())
+        self.mlp = LlamaMLP(llama_config(config))
 
 
 class Eagle(nn.Module):
@@ -291,7 +287,7 @@ class Eagle(nn.Module):
         draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_vocab", draft_vocab)
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
-            self.rotary = LlamaRotaryEmbedding(config.llama())  # no parameters, nothing in the state dict
+            self.rotary = LlamaRotaryEmbedding(llama_config(config))  # no parameters, nothing in the state dict
 
     @classmethod
     def for_target(cls, target: Target, *shape: Any, **options: Any) -> "Eagle":

@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
-LONGEST_FILES = ("test_interpreted.py", "test_recipes_for_real.py", "test_readme.py", "test_claims.py", "test_gpu.py")
+LONGEST_FILES = [f"test_{name}.py" for name in "lossless interpreted commands recipes_for_real readme claims gpu".split()]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -93,7 +94,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests with some marker are asked for, files that do not name it are not imported."""
+    """Where only tests with some marker are asked for, files that do not name it are not imported; nor are those of
+    another share."""
+    number, _, of = config.option.share.partition("/")
+    if collection_path.suffix == ".py" and zlib.crc32(collection_path.name.encode()) % int(of) != int(number) - 1:
+        return True
     asked = config.option.markexpr
     if not asked or collection_path.suffix != ".py" or eval(asked, {}, defaultdict(bool)):
         return None
@@ -129,6 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
+    parser.addoption("--share", default="1/1", help="the files of one share, for example 2/3, by their names")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

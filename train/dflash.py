@@ -218,11 +218,7 @@ def plans(recipe: DflashRecipe) -> list[Plan]:
 
 def train(run: Run[DflashRecipe]) -> None:
     """From the target to the exported drafter."""
-    if sharded.strategy() == "zero3":
-        raise ValueError(
-            "ZeRO-3 spreads the target's embeddings, too, which a DFlash drafter reads; FSDP leaves them whole: launch "
-            "with recipes/accelerate/fsdp.yaml"
-        )
+    sharded.refuse_zero3("the target's embeddings, too, which a DFlash drafter reads whole")
     recipe, d, target = run.recipe, run.recipe.drafter, run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     rows = run.read_rows(target, d.drafts)

@@ -222,11 +222,7 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
 
 def train(run: Run[EagleRecipe]) -> None:
     """From the target to the exported drafter."""
-    if sharded.strategy() == "zero3":
-        raise ValueError(
-            "ZeRO-3 spreads the target's embeddings, too, which an EAGLE drafter reads; FSDP leaves them whole: launch "
-            "with recipes/accelerate/fsdp.yaml"
-        )
+    sharded.refuse_zero3("the target's embeddings, too, which an EAGLE drafter reads whole")
     recipe, d = run.recipe, run.recipe.drafter
     target = run.load_target()
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)

@@ -75,16 +75,6 @@ def held(folder: Path, kind: str, main: bool = True) -> Iterator[None]:
         yield
 
 
-def mark(folder: Path, kind: str) -> None:
-    """Make a folder a run of this kind before its command comes, so that it may find something there.
-
-    Raises:
-        ValueError, OSError: as :func:`held`.
-    """
-    with held(folder, kind):
-        pass
-
-
 def _check(folder: Path, kind: str) -> None:
     try:
         there = sorted(set(os.listdir(folder)) - _OWN)

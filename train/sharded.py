@@ -75,6 +75,12 @@ def strategy() -> Literal["none", "zero2", "zero3", "fsdp"]:
     return "zero3" if stage == 3 else "zero2"
 
 
+def refuse_zero3(what: str) -> None:
+    """Raise a ValueError under ZeRO-3, which would spread ``what``, too."""
+    if strategy() == "zero3":
+        raise ValueError(f"ZeRO-3 spreads {what}; FSDP does not: launch with recipes/accelerate/fsdp.yaml")
+
+
 def spreads() -> bool:
     """Whether the target is spread over the processes."""
     return strategy() in ("zero3", "fsdp")

@@ -17,11 +17,7 @@ from draftsmith.train.sections.ssm import SsmRecipe, Ssms
 
 def make_base(d: Ssms, target: Target) -> PreTrainedModel:
     """The model of which each SSM begins as a copy, in float32."""
-    if sharded.strategy() == "zero3":
-        raise ValueError(
-            "under ZeRO-3 an SSM would be spread, too, which trains on whole weights; launch with "
-            "recipes/accelerate/fsdp.yaml"
-        )
+    sharded.refuse_zero3("an SSM, too, which trains on whole weights")
     if d.layers:
         return model_of_layers(target, d.layers)
     with sharded.hidden_from_accelerate():  # under FSDP it is loaded whole

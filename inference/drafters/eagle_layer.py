@@ -23,7 +23,7 @@ from draftsmith.kernels.tree_attention import (
     tree_bias,
     tree_bias_one_row,
 )
-from draftsmith.models.eagle import Eagle
+from draftsmith.models.eagle import Eagle, llama_config
 from draftsmith.models.lean import (
     Buffers,
     FusedBuffers,
@@ -95,7 +95,7 @@ class EagleLayer:
         self.kernel = runs_kernel(storage, config.head_dim)
         on_cpu = self.kernel and why_not_triton(storage) and can_fuse(self.layer)
         self.native = NativeLayers([self.layer], self.norm) if on_cpu else None
-        rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(config.llama()).to(device)
+        rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(llama_config(config)).to(device)
         places = torch.arange(min(positions or capacity, self.target.context), device=device)[None]
         cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), places)
         half = sin.shape[-1] // 2

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.engine.runner import Runner
 from draftsmith.inference.verify.sampling import Noise, sampling_distribution
-from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets
+from draftsmith.inference.verify.tree import MAX_NODES, Draws, Ranks, StaticTree, TokenTree, Topology, bitsets, product
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk, tokens_at
@@ -395,10 +395,7 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
         raise ValueError(f"{given}: more children than the vocabulary of {vocabulary} has tokens")
     if nodes > MAX_NODES:
         raise ValueError(f"{given}: a tree of {nodes} nodes; at most {MAX_NODES} can be verified in a step")
-    if isinstance(tree, Topology):
-        return tree
-    levels = ([*itertools.product(*map(range, tree[:depth]))] for depth in range(1, len(tree) + 1))
-    return Topology(tuple(itertools.chain(*levels)))
+    return tree if isinstance(tree, Topology) else product(tree)
 
 
 def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:

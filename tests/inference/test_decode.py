@@ -1060,15 +1060,6 @@ def test_the_transformers_baseline_samples_as_we_do(target, only):
     assert timing.transformers_method(target, 12, **free)(prompts) != wanted
 
 
-def test_the_transformers_baseline_has_the_penalty(target):
-    """At temperature 0, beside our engine's sampling at temperature 0."""
-    given = "sample", Sampling(temperature=0.0, repetition_penalty=1.7)
-    prompts = [target.tokenizer("import os")["input_ids"]]
-    ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.engine_options(*given, prompts))[0].tokens
-    assert timing.transformers_method(target, 30, **timing.generate_options(*given))(prompts) == [ours]
-    assert ours != SpeculativeDecoder(target).generate(prompts, 30)[0].tokens
-
-
 def test_the_transformers_baseline_ignores_the_stored_generation_config(tiny_lm):
     """Penalties and temperatures that a model is published with are no part of greedy decoding, ours or theirs."""
     target = load_target(str(tiny_lm))

@@ -83,8 +83,9 @@ def test_greedy_texts_with_a_bias_by_command(run_decode, drafter, target, prompt
     )
 
 
-def test_the_transformers_baseline_has_the_bias(target):
-    given = "sample", Sampling(temperature=0.0, repetition_penalty=1.3, logit_bias={40: 6.0, 5: -100})
+def test_the_transformers_baseline_has_penalty_and_bias(target):
+    """At temperature 0, beside our engine's sampling at temperature 0."""
+    given = "sample", Sampling(temperature=0.0, repetition_penalty=1.7, logit_bias={40: 6.0, 5: -100})
     prompts = [target.tokenizer("import os")["input_ids"]]
     ours = SpeculativeDecoder(target).generate(prompts, 30, **timing.engine_options(*given, prompts))[0].tokens
     assert timing.transformers_method(target, 30, **timing.generate_options(*given))(prompts) == [ours]

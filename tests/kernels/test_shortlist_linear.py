@@ -4,6 +4,7 @@ device/test_shortlist_kernel.py."""
 import pytest
 import torch
 from bounds import assert_within, product_bound
+from references import shortlist_topk_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.kernels import cpu, shortlist_linear
@@ -12,7 +13,6 @@ from draftsmith.kernels.shortlist_linear import (
     shortlist_logits,
     shortlist_logits_reference,
     shortlist_topk,
-    shortlist_topk_reference,
 )
 
 DTYPES = [torch.float32, torch.bfloat16]

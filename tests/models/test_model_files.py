@@ -337,6 +337,7 @@ REFUSED = {
     "text for a width": (config(hidden_size="x"), "Field 'hidden_size' expected int, got str"),
     "huge vocabulary": (config(vocab_size=10**12), "embed_tokens.weight [400, 32] instead of [1000000000000, 32]"),
     "beyond any vocabulary": (config(vocab_size=10**20), "config.json: no model can be made of it"),
+    "no vocabulary": (config(vocab_size=0), "embed_tokens.weight [400, 32] instead of [0, 32]"),
     "huge width": (config(head_dim=10**9), "q_proj.weight [32, 32] instead of [4000000000, 32]"),
     "a billion layers": (config(num_hidden_layers=10**9), "num_hidden_layers is 1,000,000,000, but the weights are "),
     "unknown activation": (config(hidden_act="nonesuch"), "no model can be made of it (KeyError: 'nonesuch'"),

@@ -665,11 +665,6 @@ def test_one_recipe_for_any_number_of_processes(batch, processes, wanted):
         assert loop.micro_batch(stage(**batch | {name: int(value)}), processes) > 0
 
 
-def test_micro_or_accumulate():
-    with pytest.raises(ValueError, match="it has micro=2 and accumulate=2; set one of them to null"):
-        stage(accumulate=2, micro=2)
-
-
 def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched but accelerate sees 1; on CPU launch with"):

@@ -21,7 +21,7 @@ from draftsmith.inference.load import load_drafter
 from draftsmith.models.artifact import write_json
 from draftsmith.models.target import load_target
 from draftsmith.train import medusa, sharded
-from draftsmith.train.folders import mark
+from draftsmith.train.folders import held
 from draftsmith.train.script import _check_strategy
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,8 @@ def launched(strategy):
 def launch(strategy, recipe, name, *overrides, prepared=None):
     """The command with two processes. ``prepared``: a run whose answers are used, for a spread target makes none."""
     if prepared and not (recipe.parent / name).exists():
-        mark(recipe.parent / name, "medusa")
+        with held(recipe.parent / name, "medusa"):
+            pass
         shutil.copytree(prepared / "answers", recipe.parent / name / "answers")
     return subprocess.Popen(
         [*launched(strategy), "train/medusa.py", recipe, f"run.name={name}", *overrides],

@@ -5,18 +5,11 @@ import torch
 from bounds import assert_within, product_bound
 from cases import DTYPES, spread
 from draws import occurs
+from references import head_argmax_reference, head_topk_reference
 from torch.nn import functional as F
 
 from draftsmith.kernels import head_topk as kernels
-from draftsmith.kernels.head_topk import (
-    _merge_topk_kernel,
-    best_tokens,
-    head_argmax,
-    head_argmax_reference,
-    head_topk,
-    head_topk_reference,
-    merge_topk,
-)
+from draftsmith.kernels.head_topk import _merge_topk_kernel, best_tokens, head_argmax, head_topk, merge_topk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from bounds import assert_within, product_bound
 from cases import DTYPES, in_a_graph, spread
+from references import shortlist_topk_reference
 from tiny_models import random_shortlists, random_starts
 
 from draftsmith.inference.drafters.shortlists import Shortlists
@@ -14,7 +15,6 @@ from draftsmith.kernels.shortlist_linear import (
     shortlist_logits,
     shortlist_logits_reference,
     shortlist_topk,
-    shortlist_topk_reference,
 )
 from draftsmith.models.shortlist import ShortlistConfig
 
