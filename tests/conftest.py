@@ -85,7 +85,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
-LONGEST_FILES = [f"test_{name}.py" for name in "lossless interpreted commands recipes_for_real readme claims gpu".split()]
+LONGEST = "lossless interpreted commands recipes_for_real readme claims gpu"
+LONGEST_FILES = [f"test_{name}.py" for name in LONGEST.split()]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
