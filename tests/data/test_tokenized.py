@@ -235,12 +235,23 @@ def test_invalid_sources(fields, message):
         Source.model_validate(fields)
 
 
-@pytest.mark.parametrize("name, cut, rows", [("coder-train", 943, 4723), ("coder-held-out", 63, 254)])
+@pytest.mark.parametrize("name, cut, rows", [("coder-train", 943, 4723), ("coder-held-out", 60, 244)])
 def test_committed_answers_say_how_they_ended(name, cut, rows):
     """Without it, the end token would be supervised after answers that were cut, a fifth of them."""
     table = pyarrow.parquet.read_table(ROOT / f"data/{name}.parquet").to_pylist()
     assert [len(row["finish_reason"]) for row in table] == [1] * rows
     assert sum(row["finish_reason"] == ["length"] for row in table) == cut
+
+
+@pytest.mark.parametrize("data, drafter", [("coder", "qwen2.5-coder-0.5b-medusa"), ("smollm2", "smollm2-medusa")])
+def test_committed_answers_are_the_targets_own_and_held_out(data, drafter):
+    """They say whose they are; none is in the training data, too."""
+    held_out = pyarrow.parquet.read_table(ROOT / f"data/{data}-held-out.parquet")
+    target = json.loads((ROOT / f"models/{drafter}/config.json").read_text())["target"]
+    assert held_out.schema.metadata[b"target.fingerprint"].decode() == target["fingerprint"]
+    trained = [pyarrow.parquet.read_table(path).to_pylist() for path in (ROOT / "data").glob(f"{data}-train*.parquet")]
+    chats = [json.dumps(row["messages"]) for row in held_out.to_pylist()]
+    assert len({*chats}) == len(chats) and not {*chats} & {json.dumps(r["messages"]) for rows in trained for r in rows}
 
 
 def test_the_number_of_processes_changes_nothing(tmp_path, tokenizer, monkeypatch):

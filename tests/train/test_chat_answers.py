@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file
 from training_runs import Runs, write_recipe
@@ -131,4 +132,10 @@ def test_checkpoints_are_selected_on_the_targets_own_answers(tiny_lm, chats, tmp
     for fingerprint, known in (("sha256:0", False), (target.fingerprint, True)):
         (shard.parent / "manifest.json").write_text(json.dumps({"decides": {"target.fingerprint": fingerprint}}))
         run(f"shards-{known}", source=f"{shard.parent}/shard-*.jsonl")
+        assert ("not known to be" in train.out) != known
+        rows = pyarrow.Table.from_pylist([json.loads(line) for line in chats.read_text().splitlines()[:2]])
+        pyarrow.parquet.write_table(
+            rows.replace_schema_metadata({"target.fingerprint": fingerprint}), tmp_path / "rows.parquet"
+        )
+        run(f"parquet-{known}", source=str(tmp_path / "rows.parquet"))
         assert ("not known to be" in train.out) != known
