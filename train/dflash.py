@@ -171,7 +171,7 @@ def evaluate(run: Run[DflashRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, the accuracy of each draft of a block, and now and then the real τ."""
     assert isinstance(module, DFlashTraining)
     target, dflash = module.target, module.dflash
-    ranks = run.held_out_ranks(partial(block_ranks, target, dflash))
+    ranks = run.held_out_ranks(partial(block_ranks, target, dflash), module)
     labelled, tree = ranks >= 0, selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -238,7 +238,7 @@ def train(run: Run[DflashRecipe]) -> None:
     for stage in recipe.stages:
         fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
-        ranks = run.held_out_ranks(partial(block_ranks, target, dflash))
+        ranks = run.held_out_ranks(partial(block_ranks, target, dflash), module)
     tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(dflash.config.to_dict(), dflash.stored(), target, facts, tree)

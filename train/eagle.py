@@ -166,7 +166,7 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     assert isinstance(module, EagleTraining)
     target, eagle = module.target, module.eagle
     depth = depth_of(eagle)
-    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth))
+    ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth), module)
     labelled, tree = ranks >= 0, selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -242,7 +242,7 @@ def train(run: Run[EagleRecipe]) -> None:
     for stage in recipe.stages:
         fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")
     with run.evaluating(module):
-        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth_of(eagle)))
+        ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth_of(eagle)), module)
     tree = selection_tree(ranks)
     facts["simulated_tau"] = simulate(tree, ranks)
     run.export(eagle.config.to_dict(), eagle.state_dict(), target, facts, tree)

@@ -158,7 +158,7 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module) -> dict[str, float]:
     """Simulated τ, each head's accuracy, now and then the real τ, and how far a joint stage moved the target."""
     assert isinstance(module, Medusa1)
     target, heads = module.target, module.heads
-    ranks = run.held_out_ranks(partial(head_ranks, target, heads))
+    ranks = run.held_out_ranks(partial(head_ranks, target, heads), module)
     labelled, tree = ranks >= 0, best_tree(ranks, SIMULATED_NODES)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
@@ -226,7 +226,7 @@ def train(run: Run[MedusaRecipe]) -> None:
         fit(run, stage, module, inputs, partial(evaluate, run), best_on)
     with run.evaluating(module):
         found = evaluate(run, module)
-        tree = best_tree(run.held_out_ranks(partial(head_ranks, target, heads)), SIMULATED_NODES)
+        tree = best_tree(run.held_out_ranks(partial(head_ranks, target, heads), module), SIMULATED_NODES)
     if recipe.stages[-1].joint and run.main:
         export_target(recipe, target)
     measured = {name: found[name] for name in FACTS if name in found}

@@ -1,12 +1,13 @@
 """An open run, which every training script shares: its state, folder, target, rows and export. No family of drafters
 is named here."""
 
+import hashlib
 import json
 import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -78,6 +79,14 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
     return drafter
 
 
+def _digest(weights: Iterable[Tensor]) -> bytes:
+    """A hash of all bytes of some weights."""
+    digest = hashlib.blake2b()
+    for weight in weights:
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.digest()
+
+
 @dataclass
 class Run(Generic[R]):
     """An open run: nobody else works in its folder, and its recipe can run here. It goes on from stage to stage.
@@ -125,6 +134,7 @@ class Run(Generic[R]):
     data_sha256: list[str] = field(default_factory=list)
     data_labels: list[int | None] = field(default_factory=list)
     labels_seen: int | None = 0
+    _ranked: tuple[bytes | None, Tensor] = (None, torch.empty(0))  # the weights of the last ranks, and these
 
     @property
     def folder(self) -> Path:
@@ -327,15 +337,20 @@ class Run(Generic[R]):
             console.print(f"{stage.name}: {stage.epochs:g} epochs of {count:,} rows are {counted.steps:,} steps")
         return counted
 
-    def held_out_ranks(self, ranks_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def held_out_ranks(self, ranks_of: Callable[[Tensor, Tensor], Tensor], module: nn.Module | None = None) -> Tensor:
         """Ranks ``[S, T, …]`` of the held-out rows, from a function that gives those of a batch (:func:`in_batches`).
-        The processes share the work; each gets all ranks."""
+        The processes share the work; each gets all ranks. ``module``: while what trains of it is the same as the last
+        time, so are the ranks."""
+        weights = module and _digest(p for p in module.parameters() if p.requires_grad)
+        if weights and weights == self._ranked[0]:
+            return self._ranked[1]
         found = in_batches(ranks_of, self.held_out["tokens"], self.held_out["supervised"], *self._share)
-        if self.accelerator.num_processes == 1:
-            return found
-        small = found.to(self.accelerator.device, torch.int8)  # −1 … MAX_RANK
-        torch.distributed.all_reduce(small, torch.distributed.ReduceOp.MAX)
-        return small.cpu().long()
+        if self.accelerator.num_processes > 1:
+            small = found.to(self.accelerator.device, torch.int8)  # −1 … MAX_RANK
+            torch.distributed.all_reduce(small, torch.distributed.ReduceOp.MAX)
+            found = small.cpu().long()
+        self._ranked = weights, found
+        return found
 
     def held_out_sums(self, sums_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The sum, over batches of the held-out rows and over the processes, of what a function gives for one."""

@@ -421,6 +421,25 @@ def evaluated_of_two(rank: int, port: int, folder: Path) -> None:
     torch.save(evaluated(job(folder)), folder / f"evaluated-{rank}")
 
 
+def test_ranks_of_the_same_weights_are_not_computed_again(tmp_path):
+    run, calls, module = job(tmp_path), [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
+    tokens = samples(range(3))["tokens"]
+    run.held_out = {"tokens": tokens, "supervised": tokens > 3}
+
+    def ranks(part, marks):
+        calls.append(len(calls))
+        return torch.full_like(part, len(calls))[..., None]
+
+    first, again = (run.held_out_ranks(ranks, module) for _ in range(2))
+    assert again is first and len(calls) == 1
+    with torch.no_grad():
+        module[1].weight.add_(1)  # which does not train
+        assert run.held_out_ranks(ranks, module) is first
+        module[0].weight[0, 0].add_(1)
+    assert int(run.held_out_ranks(ranks, module).max()) == 2
+    assert int(run.held_out_ranks(ranks).max()) == 3, "without a module always"
+
+
 @FORKED
 def test_two_processes_share_the_held_out_rows(tmp_path):
     """Each gets what one process finds, though one has a batch less."""
