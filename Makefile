@@ -89,7 +89,7 @@ SHORT := run.name=demo stages.0.steps=240 data.train.0.answers.prompts=640 data.
 
 shipped:
 	@case '$(MODEL)' in smollm2|coder) ;; *) echo 'error: MODEL=$(MODEL): there is no such model here; use smollm2 or coder'; exit 2;; esac
-	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); name one by DRAFTER=…; git checkout -- models brings back those of the repository'; exit 2; }
+	@test -f $(DRAFTER)/config.json || { echo 'error: there is no drafter in $(DRAFTER); name another one by DRAFTER=…; those of the repository are models/smollm2-medusa and models/qwen2.5-coder-0.5b-medusa'; exit 2; }
 
 demo: shipped install $(if $(CODER),coder,models)
 	@printf '\nAct 1: train a drafter. A target of 4 M parameters is in the repository; heads that predict its text are trained now.\n'

@@ -102,7 +102,7 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
-            with folders.held(folder, "medusa"):  # a run of this kind, before its command comes
+            with folders.held(folder, "medusa"):  # a run already, so that its command takes what is in it
                 pass
             shutil.copytree(other, folder / "answers")
             break

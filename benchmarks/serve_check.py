@@ -299,8 +299,15 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         write_json(tree, {"paths": chain.paths})
         target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
     if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
-        drafter = MedusaDrafter(source.drafter.of_all_tokens(), chain, target)
+        drafter = MedusaDrafter(of_all_tokens(source.drafter), chain, target)
     return Case(target, drafter, method, folder, tokens, folder, parallel=getattr(c, "parallel", 0) > 0)
+
+
+def of_all_tokens(heads: MedusaHeads) -> MedusaHeads:
+    """Heads that share the target's LM head, without their draft vocabulary: as other programs hold them."""
+    whole = MedusaHeads(replace(heads.config, draft_vocab_size=None), heads.weight.dtype)
+    whole.load_state_dict({name: w for name, w in heads.state_dict().items() if name != "draft_vocab"})
+    return whole.eval().requires_grad_(False)
 
 
 def check_one(name: str, args: argparse.Namespace, plain_of: dict[str, Any]) -> dict[str, Any]:

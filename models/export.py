@@ -16,8 +16,8 @@ The names of each other format are in models/serving/layouts.py. After the files
 and fields and logits are compared with the drafter's own on random features: at each position, and for the further
 tokens of a draft. If anything differs, nothing is kept. What a server makes of the folder, `make serve-check` finds.
 
-The target is loaded only where its weights are needed: its embeddings for speculators, its LM head for a drafter that
-has none of its own. Otherwise its config.json is enough.
+The target is loaded only where its weights are needed: its embeddings for EAGLE in speculators' form, its LM head for
+DFlash and for a drafter that has none of its own. Otherwise its config.json is enough.
 """
 
 # ruff: noqa: E402

@@ -134,7 +134,9 @@ def fetch_cut(model: _Cut, out: Path) -> None:
             flush=True,
         )
         began = time.monotonic()
-        with ProgressBar("fetching, in MB", math.ceil(model.size / 1e6), make_console(), start=kept // 1_000_000) as bar:
+        with ProgressBar(
+            "fetching, in MB", math.ceil(model.size / 1e6), make_console(), start=kept // 1_000_000
+        ) as bar:
             for number in range(1, model.count + 1):
                 if not (parts / f"{number:02}.bin").exists():
                     kept += _fetch_part(

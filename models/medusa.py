@@ -11,7 +11,7 @@ there is none).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -115,13 +115,6 @@ class MedusaHeads(nn.Module):
             return cls(MedusaConfig(**fields, draft_vocab_size=config.get("draft_vocab_size")))  # older ones have none
 
         return with_weights(make, weights, where, "heads of this size fit into no memory", list_all=True)
-
-    def of_all_tokens(self) -> "MedusaHeads":
-        """Heads that share the target's LM head, without their draft vocabulary: as other programs hold them."""
-        assert self.projection is None
-        whole = MedusaHeads(replace(self.config, draft_vocab_size=None), self.weight.dtype)
-        whole.load_state_dict({name: w for name, w in self.state_dict().items() if name != "draft_vocab"})
-        return whole.eval().requires_grad_(False)
 
     def features(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """The ResBlocks of the first ``heads`` heads (all if left out): ``[P, d] → [K, P, d]``."""

@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
+import argparse
 import atexit
 import contextlib
 import gc
@@ -97,8 +98,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only tests with some marker are asked for, files that do not name it are not imported; nor are those of
     another share."""
-    number, _, of = config.option.share.partition("/")
-    if collection_path.suffix == ".py" and zlib.crc32(collection_path.name.encode()) % int(of) != int(number) - 1:
+    number, of = config.option.share
+    if collection_path.suffix == ".py" and zlib.crc32(collection_path.name.encode()) % of != number - 1:
         return True
     asked = config.option.markexpr
     if not asked or collection_path.suffix != ".py" or eval(asked, {}, defaultdict(bool)):
@@ -133,9 +134,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
+def share(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"'{text}': write N/M, with N from 1 to M")
+    return int(found[1]), int(found[2])
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
-    parser.addoption("--share", default="1/1", help="the files of one share, for example 2/3, by their names")
+    parser.addoption(
+        "--share", type=share, default="1/1", help="the files of one share, for example 2/3, by their names"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

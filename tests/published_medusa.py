@@ -193,7 +193,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 f"{args.drafter}: its heads have their own projections of a draft vocabulary; the published code has "
                 "place for the whole vocabulary alone"
             )
-        drafters = {"ours": heads.of_all_tokens(), "ours with the draft vocabulary": heads}
+        from draftsmith.benchmarks.serve_check import of_all_tokens
+
+        drafters = {"ours": of_all_tokens(heads), "ours with the draft vocabulary": heads}
     prompts = encode_prompts(read_prompts(args.prompts), target)[: args.count]
     results: dict[str, list[Generation]] = {}
     seconds: dict[str, float] = {}

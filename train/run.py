@@ -83,7 +83,7 @@ def _digest(weights: Iterable[Tensor]) -> bytes:
     """A hash of all bytes of some weights."""
     digest = hashlib.blake2b()
     for weight in weights:
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.digest()
 
 

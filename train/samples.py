@@ -204,21 +204,25 @@ def answered(
     )
 
 
+def _wrote(file: Path) -> str | None:
+    """The fingerprint of the target that wrote a file's answers, if it or the manifest beside it says so."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if file.suffix != ".parquet":
+            return read_json(file.with_name("manifest.json"))["decides"]["target.fingerprint"]
+        from pyarrow import parquet  # a third of a second
+
+        return parquet.read_schema(file).metadata[b"target.fingerprint"].decode()
+    return None
+
+
 def whose_answers(source: Source, target: Target) -> str:
     """What is known of who wrote the answers of a held-out source, as a line for the user; empty where the target
     did."""
     if source.answers is not None:
         return ""
-    for path in map(Path, glob.glob(source.source) if source.is_file else ()):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # nothing says it, or it is damaged
-            if path.suffix == ".parquet":
-                from pyarrow import parquet  # a third of a second
-
-                wrote = parquet.read_schema(path).metadata[b"target.fingerprint"].decode()
-            else:
-                wrote = read_json(path.with_name("manifest.json"))["decides"]["target.fingerprint"]
-            if target.is_known_as(wrote):
-                return ""
+    files = glob.glob(source.source) if source.is_file else ()
+    if files and all(target.is_known_as(_wrote(Path(file))) for file in files):
+        return ""
     return (
         f"{source.label}: its answers are not known to be this target's own. Checkpoints are selected by the simulated "
         "τ of decoding that text, which is the target's τ only if it writes such answers; answers: {…} in this source "

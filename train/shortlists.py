@@ -7,7 +7,6 @@ Shape letters: V vocabulary, K depths, P positions.
 import copy
 import hashlib
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -25,6 +24,7 @@ from draftsmith.data.tokenized import tokenized
 from draftsmith.inference.drafters.dynaspec import PART, check_eagle
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, open_eagle_drafts, record
+from draftsmith.inference.measure.step_costs import StepClock
 from draftsmith.inference.measure.tree_statistics import AT_ONCE
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle
@@ -310,16 +310,9 @@ def _level(lists: Shortlists, embeddings: Tensor, hidden: Tensor, read: Tensor, 
         lists.logits(read)
 
 
-def median_seconds(call: Callable[[], object], device: torch.device, calls: int = 15) -> float:
-    """The median time of a call, after two that are not counted."""
-    times = list[float]()
-    for _ in range(calls + 2):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of 15 calls, after two that are not counted."""
+    return statistics.median([StepClock().timed(call, device)() for _ in range(17)][2:])
 
 
 def table_of(measured: Sequence[dict[str, Any]], best: dict[str, Any]) -> Table:

@@ -20,6 +20,7 @@ from draftsmith.inference.measure.trace import Ranks, Trace, acceptance_by_ranks
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN_NODES = 40  # of the picture of the tree
 PROMPT = 240  # characters of a prompt that are shown, the last ones
+TAU = "mean_accepted_length"  # of a report
 COLUMN, ROW, RADIUS = 104, 24, 10  # pixels of that picture, between nodes; of a node that every step accepts
 
 
@@ -63,12 +64,6 @@ def tree_picture(held: dict[Ranks, tuple[int, int]]) -> dict[str, Any]:
     }
 
 
-def _highest(figures: dict[str, Any], field: str) -> float:
-    """The upper end of a figure's interval, where it has one, or the figure."""
-    interval = figures.get(f"{field}_interval")
-    return interval[1] if interval else figures[field] or 0.0
-
-
 def shown_texts(traces: Sequence[Trace], prompts: Sequence[str], kinds: Sequence[str | None]) -> list[dict[str, Any]]:
     """The traced texts as the page shows them: of each token its text, the number of its source (from 1; 0: the
     target's own), its step, and its place in the step (from 1)."""
@@ -107,7 +102,7 @@ def _render(
         labels=LABELS,
         sources=sources,
         texts=texts,
-        longest=max([1.0, *(_highest(figures, "mean_accepted_length") for figures in report["kinds"].values())]),
+        longest=max(1.0, 0.0, *((k.get(f"{TAU}_interval") or [k[TAU] or 0.0])[-1] for k in report["kinds"].values())),
         tree=tree_picture(held) if len(held) > 1 else None,
         steps=[each.steps for each in traces],
     )

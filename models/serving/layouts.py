@@ -86,7 +86,7 @@ HARMLESS = set(
     "pad_token_id initializer_range use_cache pretraining_tp attention_dropout num_hidden_layers max_window_layers "
     "has_no_defaults_at_init embed_requires_grad speculators_config speculators_version speculators_model_type "
     "tie_word_embeddings next_layer_regular parallel_draft_heads_num_layers target_model_type "
-    "reuse_target_lm_head".split()
+    "reuse_target_lm_head max_anchors num_depths down_sample_ratio down_sample_ratio_min".split()
 )
 ONE_VALUE = {  # … and these have one value here, where they are stated.
     "hidden_act": "silu",
@@ -112,8 +112,8 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
     if isinstance(drafter, DFlash):
         if to not in ("vllm", "sglang", "speculators"):
             return f"a DFlash drafter: it is written for vLLM, SGLang and speculators, not for {to}; use --to vllm"
-        if 0 in drafter.config.captured_layers:  # it is no layer's output, by which servers name it
-            return "it captures layer 0, which is no layer's output, by which servers name it; train one that does not"
+        if to != "speculators" and 0 in drafter.config.captured_layers:  # it is no layer's output, as z-lab names them
+            return f"it captures layer 0, which {to} has no name for; use --to speculators, which vLLM serves"
         return None
     if isinstance(drafter, MedusaHeads):
         if to not in MEDUSA:

@@ -292,7 +292,8 @@ def _medusa(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
 
 
 def _of_speculators(config: Config, target: TargetInfo) -> Config:
-    """The config of a DFlash drafter of the package speculators as z-lab's have it."""
+    """The config of a DFlash drafter of the package speculators as z-lab's have it.
+    Raises ValueError: a field is missing, of another kind, or not known here."""
     own, layer = dict(config), config.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise ValueError(f"config.json: field 'transformer_layer_config' is {layer!r}; it has to be an object")

@@ -164,7 +164,8 @@ def open_source(
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     written = config["projection"] == "shared" if isinstance(drafter, Eagle) and drafter.config.version == 3 else False
-    if biased and (written or (isinstance(drafter, DFlash) and drafter.draft_vocab is not None)):
+    written = written or (isinstance(drafter, DFlash) and (drafter.draft_vocab is not None or to == "speculators"))
+    if biased and written:
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
     return ExportSource(drafter, weights, name, target.model.config, target, folder, known_as)
 

@@ -168,7 +168,7 @@ def _dflash(source: ExportSource, dflash: DFlash, to: str, served_target: str) -
         "torch_dtype": str(source.dtype).removeprefix("torch."),
     }
     if to == "speculators":
-        if c.outputs == c.vocab_size:  # that package has no place for a missing LM head
+        if c.outputs == c.vocab_size:  # which that package else takes from the target's files
             tensors["lm_head.weight"] = source.rows(target.lm_head.weight)
         return tensors, {
             "architectures": ["DFlashDraftModel"],

@@ -52,10 +52,12 @@ HEADS = 3
 # ---- ranks
 
 
-@pytest.mark.parametrize("projection", ["own", "shared"])
-def test_head_ranks(make_target, projection):
+@pytest.mark.parametrize("projection, listed", [("own", False), ("shared", False), ("shared", True)])
+def test_head_ranks(make_target, projection, listed):
+    """With a draft vocabulary, labels outside have the rank of a miss, and count as labels."""
     target = make_target("llama")
-    heads = noisy_heads(target, 0.05, projection, layers=2)
+    ids = torch.arange(0, target.vocab_size, 2) if listed else None
+    heads = noisy_heads(target, 0.05, projection, layers=2, ids=ids)
     tokens = torch.randint(target.vocab_size, (5, 17), dtype=torch.int32)
     spans = [(3, 17), (1, 9), (5, 6), (4, 8), (0, 17)]  # the answer of each row, behind it padding
     supervised = torch.zeros(5, 17, dtype=torch.bool)
@@ -68,11 +70,13 @@ def test_head_ranks(make_target, projection):
         for row, (begin, end) in enumerate(spans):
             hidden = target.hidden(tokens[row : row + 1, :end].long())[0]
             for t in range(max(0, begin - 1), end - 1):
-                logits = heads.logits(hidden[t : t + 1], target.lm_head)[:, 0]
-                for k in range(1, HEADS + 1):
-                    if t + k + 1 < end:
-                        true = logits[k - 1, tokens[row, t + k + 1]]
-                        expected[row, t, k - 1] = min(MAX_RANK, int((logits[k - 1] > true).sum()))
+                features = heads.features(hidden[t : t + 1])[:, 0]
+                for k, (weight, _) in enumerate(heads.projections(target.lm_head)):
+                    if t + k + 2 < end:
+                        label, logits = int(tokens[row, t + k + 2]), weight @ features[k]
+                        place = label if ids is None else label // 2
+                        rank = int((logits > logits[place]).sum()) if ids is None or label % 2 == 0 else MAX_RANK
+                        expected[row, t, k] = min(MAX_RANK, rank)
     assert torch.equal(ranks, expected)
     assert 0 < (ranks == MAX_RANK).float().mean() < 1 and (ranks == 0).any()
 

@@ -343,7 +343,6 @@ PUBLISHED = {
         {"block_size": None, "dflash_config": {"block_size": 4, "mask_token_id": 299, "target_layer_ids": [0]}},
         {"mask_token_id": 299, "dflash_config": {"target_layer_ids": [0]}},
     ],
-    ids=["Qwen3-8B", "Qwen3.5", "mask token beside"],
 )
 def test_configs_as_they_are_published(tiny_lm, tmp_path, moved):
     target = load_target(str(tiny_lm))
@@ -354,6 +353,21 @@ def test_configs_as_they_are_published(tiny_lm, tmp_path, moved):
     _, found, again = read_drafter(convert_if_published(str(tmp_path), str(tiny_lm)))
     assert DFlash.from_artifact(found, again, "here").config == dflash.config
     assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())
+
+
+def test_what_a_folder_of_speculators_holds(tiny_lm, tmp_path, monkeypatch):
+    """The first layer's input has a name in it, but not in z-lab's; its LM head has no bias, the target's may."""
+    target = load_target(str(tiny_lm))
+    dflash = make_dflash(target, captured_layers=(0,))
+    write_drafter(tmp_path / "own", "dflash", dflash.config.to_dict(), dflash.stored(), target, {})
+    with pytest.raises(ValueError, match="it captures layer 0, which vllm has no name for; use --to speculators"):
+        open_source(str(tmp_path / "own"), "vllm")
+    source = open_source(str(tmp_path / "own"), "speculators")
+    assert to_servers.export(source, "speculators", tmp_path / "served") == 0
+    target.lm_head.bias = torch.nn.Parameter(torch.ones(target.vocab_size))
+    monkeypatch.setattr("draftsmith.models.serving.source.load_stored", lambda *given: target)
+    with pytest.raises(ValueError, match="has a bias, for which speculators has no place"):
+        open_source(str(tmp_path / "own"), "speculators")
 
 
 @pytest.mark.parametrize("draft_vocab", [True, False])
@@ -383,6 +397,7 @@ def test_a_folder_of_speculators_and_back(tiny_lm, tmp_path, draft_vocab):
     hidden = target.hidden_size
     of_target = {"verifier_norm.weight": torch.ones(hidden), "embed_tokens.weight": target.embeddings.weight.clone()}
     save_file(weights | of_target, served / "model.safetensors")
+    (served / "config.json").write_text(json.dumps(config | {"max_anchors": 256}))  # of the package's older versions
     _, found, again = read_drafter(convert_if_published(str(served), str(tiny_lm)))
     assert DFlash.from_artifact(found, again, "here").config == dflash.config
     assert all(torch.equal(weight, again[name]) for name, weight in dflash.stored().items())

@@ -11,6 +11,7 @@ from lossless_suite import SMALL
 from torch import Tensor
 
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead
@@ -133,3 +134,20 @@ def listed_tokens(
             return (taken + slab)[:capacity]
         taken += slab
     return taken
+
+
+def paths_of(tree, row):
+    """The paths of a row's valid nodes; checks parents, depths and ancestors."""
+    tokens, parent, depth = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
+    seen = ancestor_mask(tree.ancestors, len(tokens))[row].tolist()
+    paths, above = [()], [{0}]
+    assert parent[0] == -1 and depth[0] == 0 and bool(tree.valid[row, 0])
+    for node in range(1, len(tokens)):
+        assert 0 <= parent[node] < node
+        paths.append((*paths[parent[node]], tokens[node]))
+        above.append({*above[parent[node]], node})
+        assert {number for number, each in enumerate(seen[node]) if each} == above[node]
+        assert depth[node] == len(paths[node])
+    valid = tree.valid[row].tolist()
+    assert valid == sorted(valid, reverse=True)  # padding is last
+    return paths[: sum(valid)]

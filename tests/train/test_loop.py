@@ -423,8 +423,7 @@ def evaluated_of_two(rank: int, port: int, folder: Path) -> None:
 
 def test_ranks_of_the_same_weights_are_not_computed_again(tmp_path):
     run, calls, module = job(tmp_path), [], nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False))
-    tokens = samples(range(3))["tokens"]
-    run.held_out = {"tokens": tokens, "supervised": tokens > 3}
+    run.held_out = {"tokens": (tokens := samples(range(3))["tokens"]), "supervised": tokens > 3}
 
     def ranks(part, marks):
         calls.append(len(calls))

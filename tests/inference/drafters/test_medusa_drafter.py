@@ -1,14 +1,11 @@
 """Medusa as a drafter: node by node from the heads' ranks, and end to end."""
 
-import itertools
-
 import pytest
 import torch
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import State
-from draftsmith.inference.measure.tree_statistics import MAX_RANK, head_ranks
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.kernels.tree_attention import ancestor_mask
@@ -117,25 +114,3 @@ def test_tree_has_to_fit_the_heads(make_target):
 
 
 # ---- a draft vocabulary
-
-
-def test_a_label_outside_is_missed(make_target):
-    """Each label has the rank that the LM head's rows of the draft vocabulary give it; those outside have the rank of
-    a miss, and count as labels."""
-    target = make_target("llama")
-    heads = random_heads(target, "shared", 2, IDS)
-    torch.manual_seed(5)
-    tokens, supervised = torch.randint(61, (4, 16), dtype=torch.int32), torch.ones(4, 16, dtype=torch.bool)
-    ranks = head_ranks(target, heads, tokens, supervised)
-    missed = 0
-    with torch.no_grad():
-        features = heads.features(target.hidden(tokens.long()).flatten(0, 1)).unflatten(1, tokens.shape)  # [K, B, T, d]
-        for k, row, t in itertools.product(range(2), range(4), range(16 - 2)):
-            if t + k + 2 >= 16:
-                continue
-            label, logits = int(tokens[row, t + k + 2]), target.lm_head.weight @ features[k, row, t]
-            inside = (label == IDS).any()
-            rank = int((logits[IDS] > logits[label]).sum()) if inside else MAX_RANK
-            assert int(ranks[row, t, k]) == min(rank, MAX_RANK)
-            missed += not inside
-    assert 0 < missed < int((ranks >= 0).sum()) == 4 * (14 + 13)

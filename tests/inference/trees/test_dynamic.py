@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from draws import occurs
+from tiny_models import paths_of
 
 from draftsmith.inference import calibrate
 from draftsmith.inference.engine.engine import SpeculativeDecoder
@@ -108,24 +109,6 @@ def grow(shape, table, rows=1, budget=None, active=(True,)):
     dynamic = DynamicTree(shape, rows, device)
     tree = dynamic.grow(state, proposals_of(table, [[()]] * rows, shape.top_k), run)
     return tree, 1 + len(ran[0]) // shape.top_k
-
-
-def paths_of(tree, row):
-    """The paths of a row's valid nodes; checks parents, depths and ancestors."""
-    tokens, parent, depth = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
-    seen = ancestor_mask(tree.ancestors, len(tokens))[row].tolist()
-    paths: list[tuple[int, ...]] = [()]
-    above = [{0}]
-    assert tokens[0] == 100 and parent[0] == -1 and depth[0] == 0 and bool(tree.valid[row, 0])
-    for node in range(1, len(tokens)):
-        assert 0 <= parent[node] < node
-        paths.append((*paths[parent[node]], tokens[node]))
-        above.append({*above[parent[node]], node})
-        assert {number for number, each in enumerate(seen[node]) if each} == above[node]
-        assert depth[node] == len(paths[node])
-    valid = tree.valid[row].tolist()
-    assert valid == sorted(valid, reverse=True)  # padding is last
-    return paths[: sum(valid)]
 
 
 SIZES = [(1, 1, 2), (1, 5, 4), (3, 1, 3), (3, 3, 9), (4, 4, 40), (2, 6, 23), (8, 4, 65), (6, 5, 129), (10, 6, 60)]

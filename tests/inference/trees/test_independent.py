@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
+from tiny_models import paths_of
 
 from draftsmith.inference.trees import independent
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import Confidence, IndependentTree, possible_paths, read_confidence
-from draftsmith.kernels.tree_attention import ancestor_mask
 
 CPU = torch.device("cpu")
 SIZES = [(1, 1, 2), (1, 4, 4), (3, 1, 3), (2, 3, 10), (10, 4, 16), (10, 4, 33), (4, 7, 40), (16, 3, 65)]
@@ -31,22 +31,6 @@ def heap(log_q, nodes):
         if depth < len(log_q):
             heapq.heappush(waiting, (value - log_q[depth][0], depth + 1, (*path, 0)))
     return [(path, value) for path, value in popped if value > -math.inf]
-
-
-def paths_of(tree, row):
-    """The paths of a row's valid nodes, its tokens being ranks; checks parents, depths and ancestors."""
-    tokens, parent, depth = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
-    seen = ancestor_mask(tree.ancestors, len(tokens))[row].tolist()
-    paths, above = [()], [{0}]
-    for node in range(1, len(tokens)):
-        assert 0 <= parent[node] < node
-        paths.append((*paths[parent[node]], tokens[node]))
-        above.append({*above[parent[node]], node})
-        assert {number for number, each in enumerate(seen[node]) if each} == above[node]
-        assert depth[node] == len(paths[node])
-    valid = tree.valid[row].tolist()
-    assert valid == sorted(valid, reverse=True) and parent[0] == -1  # padding is last
-    return paths[: sum(valid)]
 
 
 def grow(shape, log_q, confidence=None):
