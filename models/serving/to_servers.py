@@ -169,7 +169,7 @@ def _dflash(source: ExportSource, dflash: DFlash, to: str, served_target: str) -
     }
     if to == "speculators":
         if c.outputs == c.vocab_size:  # which that package else takes from the target's files
-            tensors["lm_head.weight"] = source.rows(target.lm_head.weight)
+            tensors["lm_head.weight"] = source.rows(cast(Tensor, target.lm_head.weight))
         return tensors, {
             "architectures": ["DFlashDraftModel"],
             **_speculators(source, "dflash", served_target, c.num_draft_heads),
