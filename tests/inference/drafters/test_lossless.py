@@ -132,7 +132,7 @@ EXACT = {
     "a draft model's chain": (of(model, tree=(1, 1, 1, 1), noise=0.1), (APART, GREEDY)),
     "a draft model's tree": (of(model, tree=SPARSE, noise=0.1), ALL),
     "a draft model of a draft vocabulary": (of(model, tree=SPARSE, ids=True), (GREEDY, COUPLED)),
-    "EAGLE-1": (DEEPER, (COUPLED, GREEDY)),
+    "EAGLE-1": (DEEPER, (STATIC, COUPLED, GREEDY)),
     "EAGLE-3": (of(eagle, ids=True), ALL),
     "EAGLE-3's dynamic tree": (of(eagle, tree="dynamic"), ALL),
     "EAGLE-3 over a window": (of(eagle, entries=12), (STATIC, COUPLED, GREEDY)),
