@@ -135,6 +135,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def share(text: str) -> tuple[int, int]:
+    """N and M of «N/M», for ``--share``."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"'{text}': write N/M, with N from 1 to M")

@@ -102,7 +102,7 @@ def _render(
         labels=LABELS,
         sources=sources,
         texts=texts,
-        longest=max(1.0, 0.0, *((k.get(f"{TAU}_interval") or [k[TAU] or 0.0])[-1] for k in report["kinds"].values())),
+        longest=max([1.0, *((k.get(f"{TAU}_interval") or [k[TAU] or 0.0])[-1] for k in report["kinds"].values())]),
         tree=tree_picture(held) if len(held) > 1 else None,
         steps=[each.steps for each in traces],
     )

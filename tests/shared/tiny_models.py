@@ -136,12 +136,12 @@ def listed_tokens(
     return taken
 
 
-def paths_of(tree, row):
-    """The paths of a row's valid nodes; checks parents, depths and ancestors."""
+def paths_of(tree, row, root=None):
+    """The paths of a row's valid nodes; checks parents, depths, ancestors and, if given, the root's token."""
     tokens, parent, depth = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
     seen = ancestor_mask(tree.ancestors, len(tokens))[row].tolist()
     paths, above = [()], [{0}]
-    assert parent[0] == -1 and depth[0] == 0 and bool(tree.valid[row, 0])
+    assert parent[0] == -1 and depth[0] == 0 and bool(tree.valid[row, 0]) and root in (None, tokens[0])
     for node in range(1, len(tokens)):
         assert 0 <= parent[node] < node
         paths.append((*paths[parent[node]], tokens[node]))

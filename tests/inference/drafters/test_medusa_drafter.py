@@ -111,6 +111,3 @@ def test_tree_has_to_fit_the_heads(make_target):
         MedusaDrafter(heads, DynamicShape(2, 3, 4), target)
     with pytest.raises(ValueError, match="dynamic tree: top_k is 12, but the drafter chooses from 11 tokens"):
         MedusaDrafter(random_heads(target, "shared", 2, IDS), DynamicShape(12, 2, 4), target)
-
-
-# ---- a draft vocabulary

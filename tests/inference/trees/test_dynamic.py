@@ -124,7 +124,7 @@ def test_a_tree_is_the_references(shape, table):
     assert tree.acceptance is not None
     for row in range(3):
         expected = reference(row, table, shape)[1]
-        assert paths_of(tree, row) == [path for path, _ in expected]
+        assert paths_of(tree, row, 100) == [path for path, _ in expected]
         acceptance = tree.acceptance[row].tolist()
         assert acceptance[: len(expected)] == pytest.approx([math.exp(value) for _, value in expected])
         assert not any(acceptance[len(expected) :])
@@ -142,7 +142,7 @@ def test_no_connected_subset_of_the_candidates_is_likelier():
             if () in subset and all(not path or path[:-1] in subset for path in subset)
         )
         tree, _ = grow(shape, table)
-        assert sum(map(probability.__getitem__, paths_of(tree, 0))) == pytest.approx(best)
+        assert sum(map(probability.__getitem__, paths_of(tree, 0, 100))) == pytest.approx(best)
 
 
 def test_a_log_probability_above_0_counts_as_0():
@@ -152,7 +152,7 @@ def test_a_log_probability_above_0_counts_as_0():
         return [(rank, 1e-6 if len(path) else -0.1) for rank in range(k)]
 
     tree, _ = grow(DynamicShape(3, 3, 6), above)
-    assert paths_of(tree, 0) == [(), (0,), (1,), (2,), (0, 0), (0, 1)]
+    assert paths_of(tree, 0, 100) == [(), (0,), (1,), (2,), (0, 0), (0, 1)]
 
 
 def test_a_trees_nodes_are_draws_of_at_most_branching():
@@ -184,7 +184,7 @@ def test_trees_end_where_the_budget_says(levels):
     ended = DynamicShape(3, depth, min(20, DynamicShape(3, depth, 2).candidates))
     for row in range(2):
         candidates, kept = reference(row, table, ended)
-        assert paths_of(tree, row) == [path for path, _ in kept]
+        assert paths_of(tree, row, 100) == [path for path, _ in kept]
         for number, (source, acceptance, depths) in enumerate(budget.given, 1):
             known = [each for each in candidates if len(each[0]) <= number]
             assert source == 0 and acceptance.shape[1] == depths.shape[1] == len(known)

@@ -220,8 +220,10 @@ def test_nothing_overflows(scale):
 
 
 def test_random_numbers():
-    """Rows are independent."""
+    """Philox's published test vector; rows are independent."""
     zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), -1, dtype=torch.int64)
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox_uniforms(zero, zero, 4)[0].tolist() == [(w >> 8) * 2.0**-24 for w in words]
     assert not torch.equal(philox_uniforms(ones, zero, 4), philox_uniforms(zero, zero, 4))
     for high in (1 << 32, 1 << 40, 1 << 61):  # all bits of seeds and steps matter
         assert not torch.equal(philox_uniforms(zero + high, zero, 4), philox_uniforms(zero, zero, 4))
