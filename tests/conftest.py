@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent / "family"))  # toy_family.py
 
 from draws import SEED, fixed_seed, near_tie, shift_seeds
 
-pytest.register_assert_rewrite("lossless_suite")
+pytest.register_assert_rewrite("lossless_suite", "recipe_runs")
 
 # A cache for each process of pytest, in one folder that the first of them removes at its end: measured choices, not the
 # user's. What GGUF files are converted to (SmolLM2: 260 MB) is made once for all of them.
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
 }  # fmt: skip
 
 
-LONGEST = "lossless interpreted commands recipes_for_real readme claims gpu"
+LONGEST = "lossless interpreted commands recipes_for_real recipes_on_own_answers coder_recipes readme claims gpu"
 LONGEST_FILES = [f"test_{name}.py" for name in LONGEST.split()]
 
 

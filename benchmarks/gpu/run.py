@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     names = [part.name for part in PARTS]
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
-    what.add_argument("--bundle", metavar="NAME", help=f"name or number of: {', '.join(BUNDLES)}")
+    what.add_argument("--bundle", nargs="+", metavar="NAME", help=f"names or numbers of: {', '.join(BUNDLES)}")
     parser.add_argument("--minutes", type=float, default=25, help="budget (default 25; a bundle takes at most 9)")
     parser.add_argument("--again", action="store_true", help="run parts that have a result too")
     at_once = (
@@ -237,13 +237,13 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt  # the part that runs is killed, too
 
 
-def choose_bundle(given: str) -> tuple[str, list[Part]]:
-    """The name of a bundle, and its parts with all that they need."""
+def choose_bundles(given: Sequence[str]) -> list[str]:
+    """The names of bundles, given by name or number."""
     names = list(BUNDLES)
-    name = names[int(given) - 1] if given.isdecimal() and 0 < int(given) <= len(names) else given
-    if name not in BUNDLES:
-        raise ValueError(f"--bundle {given}: unknown; use a number from 1 to {len(names)} or {', '.join(names)}")
-    return name, with_needed(BUNDLES[name])
+    chosen = [names[int(n) - 1] if n.isdecimal() and 0 < int(n) <= len(names) else n for n in given]
+    if unknown := [name for name in chosen if name not in BUNDLES]:
+        raise ValueError(f"--bundle {unknown[0]}: unknown; use a number from 1 to {len(names)} or {', '.join(names)}")
+    return chosen
 
 
 def print_list(parts: Sequence[Part], work: Path, rehearsal: bool) -> None:
@@ -267,11 +267,11 @@ def main() -> None:
     if args.packages:
         sys.exit(not say_packages(installed_in(read_text(args.packages))))
     # In the order of the bundles' value; what a bundle needs comes before it, once.
-    name, parts = "gpu", list(dict.fromkeys(part for names in BUNDLES.values() for part in with_needed(names)))
-    wanted = args.only or []
-    if args.bundle:
-        name, parts = choose_bundle(args.bundle)
-        name, wanted, args.minutes = f"gpu-{name}", BUNDLES[name], min(args.minutes, seconds_of(parts) / 60)
+    bundles = choose_bundles(args.bundle or list(BUNDLES))
+    name, parts = "gpu", list(dict.fromkeys(part for each in bundles for part in with_needed(BUNDLES[each])))
+    wanted = [part for each in bundles for part in BUNDLES[each]] if args.bundle else args.only or []
+    if len(bundles) == 1:
+        name, args.minutes = f"gpu-{bundles[0]}", min(args.minutes, seconds_of(parts) / 60)
     elif args.only:
         parts = [part for part in parts if part.name in args.only]
     if args.list:

@@ -345,12 +345,16 @@ def test_documents_have_the_bundles_as_they_are():
 
 
 def test_a_bundle_by_number_or_name(run_main, tmp_path):
-    assert gpu.choose_bundle("3") == gpu.choose_bundle("steps")
+    assert gpu.choose_bundles(["3", "tests"]) == ["steps", "tests"]
     code, _, err = run_main(gpu.main, "--bundle", "99", "--work", tmp_path)
     assert code == 2 and err.startswith("error: --bundle 99: unknown; use a number from 1 to ")
     code, said, _ = run_main(gpu.main, "--list", "--bundle", "8", "--work", tmp_path)
     assert code == 0 and "bundle 8, serving: target, eagle, serving (at most 540 s)" in said
     assert re.findall(r"(?m)^(\S+): .*\(at most", said) == ["target", "eagle", "serving"]
+    code, said, _ = run_main(gpu.main, "--list", "--bundle", "8", "eagle", "lean", "--work", tmp_path)
+    assert code == 2
+    code, said, _ = run_main(gpu.main, "--list", "--bundle", "8", "eagle", "--work", tmp_path)
+    assert re.findall(r"(?m)^(\S+): .*\(at most", said) == ["target", "eagle", "serving", "eagle-decode"]
 
 
 def test_a_part_that_is_killed_says_what_failed(tmp_path):

@@ -39,6 +39,7 @@ def isolated():
 HOW = ["network", "file", "outside", "removal", "memory", "time", "exit", "error", "process"]
 
 
+@pytest.mark.whole_runs
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_program_may_not_do(isolated, tmp_path, monkeypatch, how):
     monkeypatch.setattr(tasks, "SECONDS", 3)

@@ -106,6 +106,7 @@ def test_it_is_calibrated_and_decodes(whole, run_main, tmp_path, monkeypatch):
         assert report["lossless"]["identical"] is True and report["new_tokens"] == 48
 
 
+@pytest.mark.whole_runs
 def test_its_options_are_the_shared_ones(recipe, whole, run_main, tmp_path):
     code, out, err = run_main(toy_family.main, recipe, "--dry-run", "--verbose", f"run.output_dir={tmp_path}")
     assert code == 0 and "identical to plain decoding" in out and "lr: 0.1" in out, err

@@ -151,6 +151,7 @@ def test_exporting(hub, drafter, run_main, tmp_path, tiny_lm, monkeypatch, case)
     ), "nothing, or nothing new, is there"
 
 
+@pytest.mark.whole_runs
 def test_training(hub, recipe, run_main, tmp_path, monkeypatch):
     """The run is done, and stays."""
     prepare, repository, said = FAILURES["commit: 500"]

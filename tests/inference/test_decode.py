@@ -615,6 +615,7 @@ def test_a_conversation_on_a_terminal(drafter):
     assert b"\x1b[32m" in terminal.seen, "drafted and accepted"
 
 
+@pytest.mark.whole_runs
 def test_control_c_on_a_terminal():
     """During an answer it ends that one; at the prompt it leaves."""
     terminal = Terminal("none --target models/tiny-lm --interactive --raw --threads 1 --max-new-tokens 900")
@@ -917,6 +918,7 @@ def test_a_prompt_longer_than_the_context(run_decode, drafter, prompts):
     assert said.startswith(f"{prompts}:3: this prompt has ") and "the target's context of 256" in said
 
 
+@pytest.mark.whole_runs
 def test_interrupted(drafter, prompts, tmp_path):
     report = tmp_path / "report.json"
     report.write_text('{"drafter": "from before"}')

@@ -18,7 +18,8 @@ import torch
 
 HERE = Path(__file__).parent / "device"
 LAUNCHES = "test_launches.py"  # counts
-FILES = [*sorted({path.name for path in HERE.glob("test_*.py")} - {LAUNCHES}), "../test_strides.py"]
+LONG = ["test_same_bits.py", "test_engine_on_kernels.py", "test_fused_layers.py", "test_prefill_kernel.py"]
+FILES = [*sorted({path.name for path in HERE.glob("test_*.py")} - {LAUNCHES, *LONG}), "../test_strides.py"]
 RUNNER = """
 import json, sys, pytest
 for line in sys.stdin:
@@ -61,7 +62,9 @@ def why_not() -> str:
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' tests run on the GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels' tests run in this process")
-@pytest.mark.parametrize("name", [*FILES, pytest.param(LAUNCHES, marks=pytest.mark.measurement)])
+@pytest.mark.parametrize(
+    "name", [*FILES, *(pytest.param(name, marks=pytest.mark.measurement) for name in [LAUNCHES, *LONG])]
+)
 def test_interpreted(pytest_main, request, name):
     only = "not slow" if "not slow" in request.config.option.markexpr else ""
     out = pytest_main("-q", "-x", "-p", "no:cacheprovider", "-m", only, HERE / name)

@@ -337,6 +337,7 @@ def test_a_write_that_fails_names_the_file_and_leaves_what_was(drafter):
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
+@pytest.mark.whole_runs
 def test_the_cards_first_command_runs_where_the_card_is(tiny_lm, tmp_path, monkeypatch):
     target = load_target(str(tiny_lm))
     heads = MedusaHeads.for_target(target, 2, 1, "shared")

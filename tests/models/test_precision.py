@@ -181,6 +181,7 @@ def trained_in(folder):
     return found
 
 
+@pytest.mark.whole_runs
 def test_a_command_where_bfloat16_is_hidden(recipe, tmp_path):
     """The real command; what it hides from the probe it hides from PyTorch and its libraries."""
     words, environment = [sys.executable, "train/medusa.py", recipe], {**os.environ, **HIDING}

@@ -53,6 +53,7 @@ FORMS = {
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
+@pytest.mark.whole_runs
 @pytest.mark.skipif(not PYTHON.exists(), reason="no vLLM here: make serve-check installs it")
 def test_every_tensor_arrives(tmp_path):
     target, words = load_target(TARGET), list[str]()

@@ -531,6 +531,7 @@ def test_two_processes_answer_as_one(run, two, tmp_path):
     assert not list(folder.glob("failures-*"))
 
 
+@pytest.mark.whole_runs
 @FORKED
 def test_killed_processes_go_on_as_one_and_one_as_two(run, two, tmp_path):
     whole, folder = lines_of(run("whole")), tmp_path / "killed"
@@ -883,6 +884,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.whole_runs
 def test_an_unreliable_server(ask, server, tmp_path, monkeypatch):
     make_seeds(tmp_path / "seeds.jsonl", 60)
     given, times = Counter(), Counter()

@@ -632,6 +632,7 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, iterations, train, work, what, 
     assert work.done["steps"] == (10 if moment == 13 else 20)
 
 
+@pytest.mark.whole_runs
 def test_parts_of_another_recipe_are_made_anew(recipe, train, work):
     """Clusters and rollouts of another number, seed or drafter; what does not depend on the change is kept."""
     base = shutil.copytree(recipe.parent / "base", recipe.parent / "changed-base")

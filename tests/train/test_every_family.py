@@ -187,6 +187,7 @@ def one_of_two(rank, port, train, name, overrides, kill):
     sys.exit(code)
 
 
+@pytest.mark.whole_runs
 @FORKED
 @pytest.mark.parametrize("name", ON_TWO)
 def test_two_processes_train_as_one(trains, wholes, words, name):

@@ -251,6 +251,7 @@ def test_help_imports_nothing_slow(script, argument, code):
     assert done.stderr.startswith("error: there is no option --no-such-option") if code else "usage:" in done.stdout
 
 
+@pytest.mark.whole_runs
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which libraries a process has loaded")
 @pytest.mark.parametrize(
     "script, library", [("medusa", "libtorch_python"), ("medusa", "tokenizers"), ("distill", "libtorch_python")]

@@ -345,6 +345,7 @@ def test_epochs_are_steps_once_the_rows_are_read(whole, train):
     assert json.loads((folder / "provenance.json").read_text())["steps"] == 20
 
 
+@pytest.mark.whole_runs
 def test_a_run_killed_before_its_stage_was_saved(train):
     """The second stage begins again, with the heads that the first ended with, whatever was evaluated since."""
     rarely = ["evaluate.every=3", "evaluate.decode=6", "checkpoint.every=10", "export.merged=false"]

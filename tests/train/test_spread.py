@@ -93,6 +93,7 @@ torch.save([*found, features, embedded], f"{sys.argv[4]}/{accelerator.process_in
 """
 
 
+@pytest.mark.whole_runs
 @pytest.mark.parametrize(
     ("processes", "in_a_node", "mesh", "part"),
     [(2, 2, [2], 1 / 2), pytest.param(4, 2, [2, 2], 1 / 2, marks=pytest.mark.slow)],

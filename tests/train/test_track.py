@@ -41,6 +41,7 @@ def test_wandb_offline(tmp_path):
     assert (tmp_path / "wandb_id").read_text() == identity, "a resumed run goes on in the same chart"
 
 
+@pytest.mark.whole_runs
 def test_a_network_that_hangs_is_cut_off(tmp_path, monkeypatch, capsys):
     """A server that takes connections and never answers."""
     server = socket.create_server(("127.0.0.1", 0))

@@ -121,6 +121,7 @@ def test_unknown_types(run_main, written, family):
         (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.whole_runs
 def test_a_family_is_imported_when_it_is_needed():
     ask = """
 import sys

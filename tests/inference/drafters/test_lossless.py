@@ -244,7 +244,15 @@ SAMPLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+# Of a kind of draws, with a drafter of another kind; make test-more.
+FURTHER = {
+    "heads of a draft vocabulary", "a draft model of more tokens", "a draft model of fewer tokens", "EAGLE-1",
+    "P-EAGLE", "DFlash", "EAGLE-3 and n-grams", "FR-Spec", "DynaSpec, i.i.d.", "DynaSpec and n-grams", "low rank",
+    "a compressed cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole_runs] * (n in FURTHER)) for n in SAMPLED])
 def test_texts_have_the_targets_distribution(make_target, name):
     """In multi-step sampling, of several steps jointly."""
     maker, sampling, static = SAMPLED[name]

@@ -86,6 +86,7 @@ class BigramDrafter(Drafter):
         self.size += verdict.length + verdict.bonus
 
 
+@pytest.mark.whole_runs
 def test_lossless(make_target):
     check_drafter(make_target, BigramDrafter)
 

@@ -400,7 +400,7 @@ def merged_to_a_set(tree):
     return replace(tree, draws=replace(tree.draws, child=child))
 
 
-@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("certain", [False, pytest.param(True, marks=pytest.mark.whole_runs)])
 def test_the_distribution_of_merged_draws(small, certain):
     """Two drafters draw from different distributions at the same nodes, often the same token; a third one is
     deterministic. Two committed tokens have the joint distribution of plain sampling; not so with draws merged to a
