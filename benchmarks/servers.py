@@ -117,24 +117,17 @@ def llamacpp(job: dict[str, Any]) -> Server:
 
     target = gguf(job["target"], job["target_name"])
     port = free_port()
-    words = [
-        str(source / "build/bin/llama-server"),
-        "-m",
-        target,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--metrics",
-    ]
+    words = [str(source / "build/bin/llama-server"), "-m", target, "--host", "127.0.0.1", "--port", str(port)]
     words += ["-c", str(job["context"]), "-np", "1", "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-fit", "off"]
+    words += ["--metrics"]
     if job["method"] == "ngram":
         words += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(job["match"][0])]
         words += ["--spec-ngram-simple-size-m", str(job["tokens"])]
     elif job["method"]:
         alone, same = job["method"] == "draft_model", job["drafter"] == job["target"]
         options = [] if alone else ["--target-model-dir", job["target"]]
-        words += ["--spec-type", "draft-simple" if alone else "draft-eagle3"]
+        kind = "simple" if alone else "dflash" if job["method"] == "dflash" else "eagle3"
+        words += ["--spec-type", f"draft-{kind}"]
         words += ["-md", target if same else gguf(job["drafter"], Path(job["drafter"]).name, *options)]
         words += ["--spec-draft-n-max", str(job["tokens"]), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0"]
         words += ["-ctkd", "f32", "-ctvd", "f32"]

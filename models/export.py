@@ -204,7 +204,7 @@ def main() -> None:
             print(
                 f"its config.json names the target by {served}, a folder of this machine; for others: --served-target"
             )
-    if source.drafter.draft_vocab is not None and not source.has_draft_vocab:
+    if source.drafter.draft_vocab is not None and not source.has_draft_vocab(args.to):
         print("a draft vocabulary has no place there: servers draft from all tokens, by the target's own LM head")
     if args.push_to_hub:
         print(f"uploading to {args.push_to_hub} …")

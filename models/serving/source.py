@@ -40,11 +40,11 @@ class ExportSource:
     folder: Path
     fingerprint: str
 
-    @property
-    def has_draft_vocab(self) -> bool:
-        """Whether servers have a place for a draft vocabulary; they let EAGLE-1 and Medusa heads draft any token."""
-        drafter = self.drafter
-        return isinstance(drafter, DFlash) or (isinstance(drafter, Eagle) and drafter.config.version == 3)
+    def has_draft_vocab(self, to: str) -> bool:
+        """Whether a server has a place for a draft vocabulary; all let EAGLE-1 and Medusa heads draft any token."""
+        if isinstance(self.drafter, DFlash):
+            return to != "sglang"
+        return isinstance(self.drafter, Eagle) and self.drafter.config.version == 3
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,10 +164,11 @@ def open_source(
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     written = config["projection"] == "shared" if isinstance(drafter, Eagle) and drafter.config.version == 3 else False
-    written = written or (isinstance(drafter, DFlash) and (drafter.draft_vocab is not None or to == "speculators"))
-    if biased and written:
+    source = ExportSource(drafter, weights, name, target.model.config, target, folder, known_as)
+    rows = drafter.draft_vocab is not None and source.has_draft_vocab(to)
+    if biased and (written or (isinstance(drafter, DFlash) and (rows or to == "speculators"))):
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")
-    return ExportSource(drafter, weights, name, target.model.config, target, folder, known_as)
+    return source
 
 
 def _scales_embeddings(config: Any) -> bool:

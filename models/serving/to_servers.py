@@ -142,14 +142,15 @@ def _speculators(source: ExportSource, algorithm: str, served_target: str, token
 
 def _dflash(source: ExportSource, dflash: DFlash, to: str, served_target: str) -> Written:
     """A DFlash drafter as z-lab or the package speculators publish them. Of a draft vocabulary the rows of the target's
-    LM head are written, which vLLM reads; SGLang drafts from all tokens. Embeddings are the target's, which vLLM shares
-    and speculators fetches."""
+    LM head are written, which vLLM reads; not for SGLang, which drafts from all tokens, nor does llama.cpp read them.
+    Embeddings are the target's, which vLLM shares and speculators fetches."""
     c, target = dflash.config, source.loaded()
+    drafted = c.draft_vocab_size if source.has_draft_vocab(to) else None
     some = torch.arange(min(64, c.vocab_size), device=target.device)
     if not torch.equal(target.embeddings(some), cast(Tensor, target.embeddings.weight)[some]):
         raise ValueError(f"target '{target.name}' scales its embeddings; servers give the stored ones to DFlash")
     tensors = {name: weight for name, weight in source.weights.items() if name != "draft_vocab"}
-    if c.draft_vocab_size:
+    if drafted:
         ids = dflash.tokens(torch.arange(c.outputs)).long()
         tensors["lm_head.weight"] = source.rows(head_rows(target.lm_head, ids).weight)
         tensors |= layouts.maps_of(ids, c.vocab_size)
@@ -187,7 +188,7 @@ def _dflash(source: ExportSource, dflash: DFlash, to: str, served_target: str) -
     config = {
         "architectures": ["DFlashDraftModel"],
         **qwen,
-        **({"draft_vocab_size": c.draft_vocab_size} if c.draft_vocab_size else {}),
+        **({"draft_vocab_size": drafted} if drafted else {}),
         "block_size": c.block_size,
         "num_target_layers": c.num_target_layers,
         "is_causal": False,
@@ -271,7 +272,7 @@ def export(
     with replacing_folder(out) as temporary:
         save_tensors(tensors, temporary / file)
         write_json(temporary / "config.json", config)
-        apart = _read_back(temporary, file, source)
+        apart = _read_back(temporary, file, source, to)
         made = {"target_fingerprint": source.fingerprint, **(facts or {})}
         write_json(temporary / "provenance.json", provenance(format=to, max_logit_difference=apart, **made))
         if (template := source.folder / TEMPLATE).exists():
@@ -288,7 +289,7 @@ def export(
 
 
 @torch.no_grad()
-def _read_back(folder: Path, file: str, source: ExportSource) -> float:
+def _read_back(folder: Path, file: str, source: ExportSource, to: str) -> float:
     """Import a written folder, and compare its fields and its logits on random features with the drafter's; returns the
     largest difference of a logit.
     Raises ValueError: it cannot be imported, or it is another drafter."""
@@ -310,7 +311,7 @@ def _read_back(folder: Path, file: str, source: ExportSource) -> float:
         if name not in free and found[name] != value:
             raise ValueError(f"config.json: {name} is read back as {found[name]!r} instead of {value!r}")
     logits, own = (_logits(each, lm_head) for each in (read, drafter))
-    if not source.has_draft_vocab:
+    if not source.has_draft_vocab(to):
         logits = logits.masked_fill(own.isinf(), float("-inf"))
     largest = float(own[own.isfinite()].abs().max())
     apart = float(torch.where(own == logits, 0.0, (own - logits).abs()).max())

@@ -290,8 +290,7 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     target, served = load_target(str(tiny_lm)), tmp_path / "served"
     dflash = untrained_block(target, draft_vocab=True)
     write_drafter(tmp_path / "own", "dflash", dflash.config.to_dict(), dflash.stored(), target, {})
-    apart = to_servers.export(open_source(str(tmp_path / "own"), "vllm"), "vllm", served)
-    assert apart == 0
+    assert to_servers.export(open_source(str(tmp_path / "own"), "vllm"), "vllm", served) == 0
     written, weights = (served / "config.json").read_text(), load_file(served / "model.safetensors")
     config = json.loads(written)
     assert config["dflash_config"] == {"mask_token_id": 299, "target_layer_ids": [0], "causal": False}
@@ -300,6 +299,9 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     assert torch.equal(weights["d2t"] + torch.arange(240), dflash.draft_vocab)
     assert '"method": "dflash"' in (served / "README.md").read_text()
     assert difference(served, dflash, target) < 1e-4
+    assert to_servers.export(open_source(str(tmp_path / "own"), "sglang"), "sglang", tmp_path / "all") == 0
+    assert load_file(tmp_path / "all/model.safetensors").keys() == {*dflash.stored()} - {"draft_vocab"}
+    assert "draft_vocab_size" not in json.loads((tmp_path / "all/config.json").read_text())
     swapped = {"layers.1.self_attn.q_norm.weight": weights["layers.1.self_attn.k_norm.weight"].clone()}
     save_file(weights | swapped, tmp_path / "model.safetensors")
     shutil.copy(served / "config.json", tmp_path)
