@@ -122,7 +122,7 @@ test: install
 
 # Whole runs: shipped recipes and examples, several processes, killed commands, random input. Further cases of long tests.
 # The measurements. Those that need SmolLM2 and the evaluation prompts, which make test skips where make models has not been
-# run. SHARE=2/3: the second third of the files.
+# run. SHARE=2/3: the second third.
 SHARE ?= 1/1
 
 test-more: install models

@@ -90,17 +90,15 @@ LONGEST = "lossless interpreted commands recipes_for_real recipes_on_own_answers
 LONGEST_FILES = [f"test_{name}.py" for name in LONGEST.split()]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, so that at the end no process waits for the one that runs them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One share alone. The longest files first, so that at the end no process waits for the one that runs them."""
+    number, of = config.option.share
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % of == number - 1]
     items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests with some marker are asked for, files that do not name it are not imported; nor are those of
-    another share."""
-    number, of = config.option.share
-    if collection_path.suffix == ".py" and zlib.crc32(collection_path.name.encode()) % of != number - 1:
-        return True
+    """Where only tests with some marker are asked for, files that do not name it are not imported."""
     asked = config.option.markexpr
     if not asked or collection_path.suffix != ".py" or eval(asked, {}, defaultdict(bool)):
         return None
@@ -145,7 +143,7 @@ def share(text: str) -> tuple[int, int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where verification and the engine run in tests/inference: cuda")
     parser.addoption(
-        "--share", type=share, default="1/1", help="the files of one share, for example 2/3, by their names"
+        "--share", type=share, default="1/1", help="the tests of one share, for example 2/3, by their names"
     )
 
 
