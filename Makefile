@@ -252,7 +252,7 @@ serve-check: install models $(SERVERS:%=$(SERVE)%/installed) $(SERVE)sources/ins
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle31 drafter.fc_norm=true drafter.norm_output=true \
 	    drafter.projection=own drafter.draft_vocab_size=1024 'drafter.captured_layers=[2,5,8,10]' $(TINY)
 	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-eagle3n drafter.norm_before_fc=true $(TINY)
-	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-peagle drafter.one_pass=true drafter.keep_depths=0.7 $(TINY)
+	$(TRAIN_TINY) recipes/tiny-eagle3.yaml run.name=serve-peagle drafter.one_pass=true drafter.keep_depths=0.7 drafter.num_layers=3 $(TINY)
 	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash $(TINY)
 	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash-untied drafter.tie_k_norm=false $(TINY)
 	$(ACCELERATE) train/dflash.py recipes/tiny-dflash.yaml run.name=serve-dflash-ids drafter.draft_vocab_size=1024 $(TINY)

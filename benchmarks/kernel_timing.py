@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.benchmarks.floors import Device, Work
+from draftsmith.common.command import no_collection
 from draftsmith.common.files import write_json
 from draftsmith.kernels.backend import triton
-from draftsmith.kernels.measured import no_collection
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COLD_BYTES = 256 << 20  # of data that a graph reads in turn, beyond any L2 cache

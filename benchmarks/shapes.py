@@ -111,7 +111,7 @@ def works_of_step(
     products = sum(w.numel() for w in weights if w.dim() > 1) * batch * topology.num_nodes
     # If some layers have a sliding window, all are counted with it: a lower bound.
     seen = min(context, getattr(target.config, "sliding_window", None) or context)
-    keys = topology.num_nodes * seen + sum(depth + 1 for depth in topology.depths)
+    keys = topology.num_nodes * seen + 1 + sum(len(path) + 1 for path in topology.paths)
     cached = sum(2 * batch * seen * kv_heads * width for kv_heads, width in target.kv_shapes)
     scores = sum(2 * batch * keys * target.config.num_attention_heads * width for _, width in target.kv_shapes)
     (per_layer, around), size = STEP_LAUNCHES, target.dtype.itemsize

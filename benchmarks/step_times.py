@@ -226,7 +226,7 @@ class Case:
         if not moves[node]:  # a chain stays where it is
             return 0, None
         path = torch.tensor(paths[node], device=self.device).repeat(self.batch, 1)  # [B, A]
-        length = torch.full((self.batch,), self.topology.depths[node], device=self.device)
+        length = torch.full((self.batch,), len(paths[node]) - 1, device=self.device)
         self.reset()
         call = functools.partial(self.step.cache.commit, path, length)
         if self.device.type == "cuda":

@@ -79,14 +79,11 @@ def picture(
 ) -> Iterator[list[Any]]:
     """The axes of a picture's panels, side by side, row by row; it is written when they are drawn. ``legend_beside``:
     that of the first row's last panel, at its right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     with plain_texts():
-        options |= {"layout": "constrained", "squeeze": False}
-        figure, axes = plt.subplots(rows, panels, figsize=(width, height), **options)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, panels, squeeze=False, **options)
         for each in axes.flat:
             each.grid(alpha=0.3)
             each.spines[["top", "right"]].set_visible(False)

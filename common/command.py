@@ -201,17 +201,27 @@ def _exit_at_once(signum: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
+def no_collection() -> Iterator[None]:
+    """Context without Python's garbage collector: it would look through millions of new objects again and again, and
+    where it frees a graph or an event while a CUDA graph is captured, the capture fails."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
 def slow_imports() -> Iterator[None]:
     """Imports inside a command's ``main``, which Ctrl-C ends in one line; a terminal is told that they begin."""
     before = signal.signal(signal.SIGINT, _exit_at_once) if _handles_interrupts() else None
     _say_loading()
-    collects = gc.isenabled()
-    gc.disable()  # as in before_imports
     try:
-        yield
+        with no_collection():  # as in before_imports
+            yield
     finally:
-        if collects:
-            gc.enable()
         if before is not None:
             signal.signal(signal.SIGINT, before)
 
@@ -275,7 +285,7 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
         if isinstance(error, ValueError) and raised_by_us(error.__traceback__):
             _stop(str(error), 2)
         if not interrupted:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             message = first_line(error, 160)
             _stop(f"out of memory ({message}); use smaller batches, fewer tokens or a smaller model", 1)
@@ -288,10 +298,10 @@ def run_command(main: Callable[[], None], *, resumable: bool = False) -> NoRetur
     _stop(said, 2)
 
 
-def _out_of_memory(error: Exception) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Whether memory ran out; on a CPU torch raises a plain RuntimeError."""
     by_type = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return by_type or "can't allocate memory" in str(error)
+    return by_type or "allocate memory" in str(error)
 
 
 def recipe_parser(
@@ -339,6 +349,15 @@ def available_cores() -> int:
     """CPU cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def cpu_facts() -> dict[str, str]:
+    """What Linux says of the first processor: its ``model name``, ``flags``, …; nothing on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 @contextmanager

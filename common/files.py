@@ -143,7 +143,7 @@ def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
     if folder == Path():
         raise ValueError(f"{option} '{folder}': is the current folder; name one for what is written")
     for name, field in own.items():
-        if (folder / name).exists() and not _has_field(folder / name, field):
+        if (folder / name).exists() and field not in object_or_empty(folder / name):
             raise ValueError(
                 f"{option} {folder}: there is a {name} that this command did not write, and it would be overwritten; "
                 "name another folder"
@@ -182,13 +182,6 @@ def _record(file: Path) -> Path:
 def _state(file: Path) -> str:
     status = file.stat()
     return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _has_field(file: Path, field: str) -> bool:
-    try:
-        return field in json_object(file)
-    except (OSError, ValueError):
-        return False
 
 
 def _check_writable(option: str, folder: Path) -> None:

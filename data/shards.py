@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.files import append, json_object, parse_json, replacing
+from draftsmith.common.files import append, json_object, parse_json, write_text
 from draftsmith.data.formats import Message, TokenIds
 from draftsmith.data.seeds import WRITTEN
 
@@ -160,16 +160,12 @@ class Shards:
         None of them may write at that time."""
         path = self.folder / "failures.jsonl"
         if self.failures:
-            with replacing(path) as temporary:
-                temporary.write_bytes(b"".join(map(_encoded, self.failures.values())))
+            lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in self.failures.values())
+            write_text(path, "".join(lines))
         else:
             path.unlink(missing_ok=True)
         for others in self._others_failures():
             others.unlink()
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "replace")  # half a surrogate pair is no text
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:

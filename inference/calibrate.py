@@ -95,10 +95,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_no_tree(args: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: an option is given that is of trees, and the drafter has none.
-    """
+    """Raises ValueError: an option is given that is of trees, and the drafter has none."""
     for name in ("at_load", "nodes", "prompts"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"

@@ -33,10 +33,7 @@ SAME_SPEED = ("dtype", "device", "threads", "batch_size")  # or speeds are not t
 
 def read_report(path: Path) -> dict[str, Any]:
     """A report.json, or that of a folder. ``device`` loses a CPU's number of threads, which becomes ``threads``.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, or it has no figures of each prompt.
-    """
+    Raises FileNotFoundError, ValueError: there is none, or it has no figures of each prompt."""
     path = path / "report.json" if path.is_dir() else path
     report = json_object(path)
     if "drafter" not in report or "device" not in report:
@@ -51,10 +48,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Warnings about what the reports do not share, and whether speeds can be compared.
-
-    Raises:
-        ValueError: they have other targets, or no prompt in common.
-    """
+    Raises ValueError: they have other targets, or no prompt in common."""
     first, second = ((each.get("target_fingerprint") or each["target"]) for each in (a, b))
     if first != second:
         raise ValueError(

@@ -222,10 +222,7 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Choose the mode if it was left out, and refuse what can be known to be wrong before anything slow is imported or
     loaded.
-
-    Raises:
-        ValueError: two options contradict each other, a value is out of its range, or --report cannot be written.
-    """
+    Raises ValueError: two options contradict each other, a value is out of its range, or --report cannot be written."""
     check_counts(max_new_tokens=args.max_new_tokens, batch_size=args.batch_size, repeat=args.repeat)
     check_counts(first=args.first, samples=args.samples)
     args.logit_bias = None if args.logit_bias is None else read_biases(args.logit_bias)
@@ -297,10 +294,7 @@ def check(args: argparse.Namespace) -> None:
 
 def read_standard_input(args: argparse.Namespace) -> None:
     """Put what standard input has, without a last line end, in place of the ``-`` of --prompt or --system.
-
-    Raises:
-        ValueError: it is closed, empty or not UTF-8 text; or an argument is not.
-    """
+    Raises ValueError: it is closed, empty or not UTF-8 text; or an argument is not."""
     for name in ("prompt", "system"):
         text = getattr(args, name)
         try:

@@ -78,10 +78,7 @@ def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, ou
 
 def splits_of(form: str) -> int:
     """S, the number of parts of :func:`partial_product` in this form; 1 but for few rows.
-
-    Raises:
-        ValueError: there is no such form.
-    """
+    Raises ValueError: there is no such form."""
     if form == "blas":
         return 1
     few_rows = parse_form(form)

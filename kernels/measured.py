@@ -1,16 +1,15 @@
 """Measurements on this machine, kept for later processes: files of the cache folder, machine → key → value."""
 
-import gc
 import json
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.common.command import cpu_facts, no_collection
 from draftsmith.common.files import cache_folder, write_json
 from draftsmith.kernels.backend import triton
 
@@ -22,12 +21,8 @@ def machine(device: torch.device | None = None) -> str:
         gpu = torch.cuda.get_device_properties(device)
         version = None if triton is None else triton.__version__
         return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, torch {torch.__version__}, triton {version}"
-    cpu = [platform.machine()]
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        parts = dict(line.split(":", 1) for line in lines if ":" in line)
-        parts = {name.strip(): value.strip() for name, value in parts.items()}
-        cpu = [parts.get(name, "?") for name in ("model name", "cpu family", "model")]
+    facts = cpu_facts()
+    cpu = [facts.get(name, "?") for name in ("model name", "cpu family", "model")] if facts else [platform.machine()]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{'/'.join(cpu)} {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"
 
@@ -35,19 +30,6 @@ def machine(device: torch.device | None = None) -> str:
 @cache  # cuBLAS keeps a workspace of some megabytes for each stream that it ran on
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Context without Python's garbage collector, around every capture of a CUDA graph: a collection that frees another
-    graph or an event there makes the capture fail."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def gpu_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> float:

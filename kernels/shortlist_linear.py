@@ -80,12 +80,6 @@ def pack_shortlist(scores: Tensor, starts: Tensor, clusters: int, capacity: int)
     return Shortlist(rows, count, ends[:, -1] - count)
 
 
-def shortlist_logits_reference(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
-    """The definition of :func:`shortlist_logits`."""
-    logits = features.float() @ weight[rows.clamp(min=0)].float().transpose(1, 2)
-    return logits.masked_fill((rows < 0)[:, None], float("-inf"))
-
-
 def _tokens(values: Tensor, places: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
     """The token ids of places in the shortlists, ``[B, n, R]``; the first one's where the value is −inf."""
     places = places.masked_fill(values == float("-inf"), 0)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from draftsmith import __version__
-from draftsmith.common.command import first_line
+from draftsmith.common.command import cpu_facts, first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
 from draftsmith.common.files import read_json as read_json
 from draftsmith.models.card import MEASURED, measured, named, table_of
@@ -48,14 +48,7 @@ def device_name(device: str | torch.device) -> str:
     """Name of a device: a GPU's, or a CPU's with its cores and threads."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    name = cpu_facts().get("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
@@ -209,9 +202,6 @@ def read_drafter(name: str | ModelFolder) -> tuple[Path, dict[str, Any], dict[st
     return folder, config, weights
 
 
-_TARGET_FIELDS = ("fingerprint", "revision", "adapter", "merged_fingerprint")
-
-
 def with_weights(
     make: Callable[[], M],
     weights: Mapping[str, Tensor],
@@ -260,7 +250,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     name = target.get("name_or_path")
     if not isinstance(name, str) or not name:
         raise ValueError(f"{file}: field 'target.name_or_path' is {name!r}; it has to be a folder or a Hub id")
-    for field in _TARGET_FIELDS:
+    for field in ("fingerprint", "revision", "adapter", "merged_fingerprint"):
         if not isinstance(target.get(field), str | None):
             raise ValueError(f"{file}: field 'target.{field}' is {target[field]!r}; it has to be text")
     adapter = target.get("adapter")

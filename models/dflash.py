@@ -86,26 +86,16 @@ class DFlashConfig:
         vocab_size: int,
         context: int,
         *,
-        block_size: int,
-        num_layers: int,
-        mask_token_id: int,
         captured_layers: Sequence[int] | None = None,
         intermediate_size: int | None = None,
-        tie_k_norm: bool = True,
-        draft_vocab_size: int | None = None,
+        **shape: Any,
     ) -> "DFlashConfig":
-        """The config that fits a target; arguments as those of :meth:`EagleConfig.for_target`."""
+        """The config that fits a target; arguments as those of :meth:`EagleConfig.for_target`.
+        ``shape``: the other fields that no target determines: block_size, num_layers, mask_token_id, …."""
         count = config.num_hidden_layers
-        return cls(
-            block_size=block_size,
-            num_layers=num_layers,
-            mask_token_id=mask_token_id,
-            captured_layers=tuple(captured_layers or layers_to_capture(count)),
-            num_target_layers=count,
-            tie_k_norm=tie_k_norm,
-            draft_vocab_size=draft_vocab_size,
-            **sizes_for(config, vocab_size, context, intermediate_size),
-        )
+        layers = tuple(captured_layers or layers_to_capture(count))
+        sizes = sizes_for(config, vocab_size, context, intermediate_size)
+        return cls(captured_layers=layers, num_target_layers=count, **shape, **sizes)
 
     @property
     def outputs(self) -> int:

@@ -1,4 +1,4 @@
-"""EAGLE drafters: one decoder layer that continues the target's own features (arXiv 2401.15077 §3.1, 2503.01840 §3).
+"""EAGLE drafters: a decoder layer, or a few, that continues the target's features (arXiv 2401.15077, 2503.01840 §3).
 
 The pair at position t is the next token's embedding and a feature: e_t = embed(x_{t+1}), g_t. The layer sees the pairs
 up to t and gives a hidden state o_t, from which x_{t+2} is predicted. A draft then continues with (embed(x_{t+2}), o_t)
@@ -9,6 +9,7 @@ them.
               logits = the target's LM head on o
     EAGLE-3   g_t = fc(cat of the inputs of three layers);  q, k, v from cat(norm(e), norm(g)), residual g;
               logits = LM head on norm(o); the drafter's own LM head (own), or the target's (shared)
+              further layers, if any, are between the first one and the norm
 
 P-EAGLE (arXiv 2602.01469) is EAGLE-3 that drafts K tokens in one pass. Draft e ≥ 1 is not made of the draft before it,
 but of (embed(mask token), fc(mask_hidden)) at position t + e, the same pair for all depths; it sees the pairs up to t
@@ -17,7 +18,7 @@ and the mask pairs before it. So the positions of a draft are independent of eac
 Published EAGLE-3 drafters may take norm(g) for the residual (norm_before_residual), have their own embeddings, and
 be of another width than the target.
 
-The layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), for every
+A layer has Llama's form (grouped-query attention with rotary positions, an MLP gated by SiLU, RMSNorm), for every
 family of targets, since that is what servers load. Its sizes and rotary positions are the target's.
 
 Shape letters: B batch, T tokens, P positions, F features per token, C captured layers, K unrolled steps. d is the
@@ -25,10 +26,11 @@ hidden width, W the target's (d, unless the config says otherwise). H query head
 the vocabulary, S the draft vocabulary (V if there is none).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +47,6 @@ from draftsmith.models.vocabulary import check_projection, check_size, check_who
 SIZES = (
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
 ).split()
-_LATER = set(
-    "fc_bias norm_before_residual attention_bias own_embeddings target_hidden_size parallel mask_token_id".split()
-)
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class EagleConfig:
     target_hidden_size: W, width of the features, where it is not the drafter's (EAGLE-3).
     parallel: K, the tokens that it drafts in one pass (P-EAGLE); 0: a pass for each.
     mask_token_id: P-EAGLE's token in place of those that are not known yet.
+    num_layers: of EAGLE-1 one.
     """
 
     version: int
@@ -91,6 +91,7 @@ class EagleConfig:
     target_hidden_size: int | None = None
     parallel: int = 0
     mask_token_id: int | None = None
+    num_layers: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "captured_layers", tuple(self.captured_layers))
@@ -120,6 +121,9 @@ class EagleConfig:
         mask = self.mask_token_id
         if self.parallel and (type(mask) is not int or not 0 <= mask < self.vocab_size):
             raise ValueError(f"field 'mask_token_id' is {mask!r}; it has to be a token of {self.vocab_size}")
+        check_whole(self, ("num_layers",))
+        if self.num_layers > 1 and self.version == 1:
+            raise ValueError(f"field 'num_layers' is {self.num_layers}; EAGLE-1 has one layer")
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -134,7 +138,7 @@ class EagleConfig:
         captured_layers: Sequence[int] = (),
         intermediate_size: int | None = None,
         parallel: int = 0,
-        **options: bool,
+        **options: int,
     ) -> "EagleConfig":
         """The config that fits a target.
 
@@ -151,7 +155,7 @@ class EagleConfig:
         count = config.num_hidden_layers
         layers = tuple(captured_layers) or (layers_to_capture(count) if version == 3 else ())
         check_captured(layers, count)
-        own = {**sizes_for(config, vocab_size, context, intermediate_size), **options}
+        own: dict[str, Any] = {**sizes_for(config, vocab_size, context, intermediate_size), **options}
         own |= {"parallel": parallel, "mask_token_id": vocab_size - 1 if parallel else None}
         return cls(version, projection, captured_layers=layers, draft_vocab_size=draft_vocab_size, **own)
 
@@ -248,15 +252,31 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+    """A layer; the ``first`` one reads pairs, a further one the output of the layer before it."""
+
+    def __init__(self, config: EagleConfig, first: bool = True) -> None:
         super().__init__()
-        d, eps = config.hidden_size, config.rms_norm_eps
+        d, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, config.head_dim
+        pairs = first and config.version == 3
         if config.version == 3:
-            self.input_layernorm = nn.RMSNorm(d, eps)  # of embeddings
+            self.input_layernorm = nn.RMSNorm(d, eps)  # of the first one's embeddings
+        if pairs:
             self.hidden_norm = nn.RMSNorm(d, eps)  # of features
-        self.self_attn = _Attention(config, 2 * d if config.version == 3 else d)
+        self.self_attn = _Attention(config, 2 * d if pairs else d)
         self.post_attention_layernorm = nn.RMSNorm(d, eps)
         self.mlp = LlamaMLP(llama_config(config))
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
+        """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
+        own = self.self_attn
+        made = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (each.transpose(1, 2) for each in made)
+        return rotate(q, cos, sin), (rotate(k, cos, sin), v)
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """The layer's output o ``[B, T, d]`` from the attention's ``[B, H, T, D]``."""
+        out = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return out + self.mlp(self.post_attention_layernorm(out))
 
 
 class Eagle(nn.Module):
@@ -275,6 +295,8 @@ class Eagle(nn.Module):
         inputs = captured * read if captured else 2 * d
         self.fc = nn.Linear(inputs, d, bias=config.version == 1 and config.fc_bias)
         self.midlayer = _Layer(config)
+        # By the numbers that published folders give them.
+        self.layers = nn.ModuleDict({str(n): _Layer(config, first=False) for n in range(1, config.num_layers)})
         self.norm = nn.RMSNorm(d, eps) if config.version == 3 else None
         self.input_norm = nn.RMSNorm(captured * read, eps) if config.norm_before_fc else None
         norms = (nn.RMSNorm(read, eps) for _ in range(captured))
@@ -289,17 +311,26 @@ class Eagle(nn.Module):
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
             self.rotary = LlamaRotaryEmbedding(llama_config(config))  # no parameters, nothing in the state dict
 
+    @property
+    def all_layers(self) -> list[_Layer]:
+        """The first one, and those behind it."""
+        return [self.midlayer, *cast(Iterable[_Layer], self.layers.values())]
+
     @classmethod
     def for_target(cls, target: Target, *shape: Any, **options: Any) -> "Eagle":
         """An untrained drafter for a target. Its own LM head has the target's rows, and its last norm begins as large
         as the target's: from 1 the Coder's learned more slowly (benchmarks/log/2026-11-28.md). A draft
-        vocabulary is the first ids, until :meth:`draft_from` is called.
+        vocabulary is the first ids, until :meth:`draft_from` is called. Layers behind the first one add nothing yet, so
+        that a trained drafter of one layer can be continued with more.
         ``shape``, ``options``: the arguments of :meth:`EagleConfig.for_target` from ``version`` on.
         Raises ValueError: the target has no such layers, or its LM head's rows cannot be taken."""
         made = EagleConfig.for_target(target.config, target.vocab_size, target.context, *shape, **options)
         eagle = cls(made).to(target.device)
         if eagle.norm is not None:
             nn.init.constant_(eagle.norm.weight, target.hidden_scale())  # as large as what its LM head reads
+        for layer in eagle.all_layers[1:]:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
         eagle._start_lm_head(target)
         return eagle
 
@@ -318,8 +349,9 @@ class Eagle(nn.Module):
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
         """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
-        # Older folders lack what was added later.
-        fields = [name for name in EagleConfig.__dataclass_fields__ if name in config or name not in _LATER]
+        # Older folders lack what was added later, from fc_bias on.
+        names = [*EagleConfig.__dataclass_fields__]
+        fields = [name for name in names if name in config or names.index(name) < names.index("fc_bias")]
         return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
@@ -377,22 +409,6 @@ class Eagle(nn.Module):
         normed = self.norm(out)
         return normed, normed if self.config.norm_output else out
 
-    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
-        """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
-
-        def split(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-        attention = self.midlayer.self_attn
-        keys = rotate(split(attention.k_proj(x)), cos, sin), split(attention.v_proj(x))
-        return rotate(split(attention.q_proj(x)), cos, sin), keys
-
-    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """The layer's output o ``[B, T, d]`` from the attention's ``[B, H, T, D]``."""
-        layer = self.midlayer
-        out = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return out + layer.mlp(layer.post_attention_layernorm(out))
-
     def unroll(self, *arguments: Any, **options: Any) -> Iterator[Tensor]:
         """What the LM head reads in each step of :meth:`unroll_pairs`, of the same arguments: ``[B, P, d]``."""
         return (for_head for _, for_head in self.unroll_pairs(*arguments, **options))
@@ -422,7 +438,7 @@ class Eagle(nn.Module):
             positions: ``[B, T]``; counted from 0 if left out.
             segment: ``[B, T]``, which sample of its row a token belongs to; samples do not see each other.
             chosen: ``[B, P]`` int64, the indices that draft (:func:`marked_places`); all if left out. Of the others
-                only the first step's keys and values are computed.
+                only the first step's keys and values are computed, and what those depend on.
             counts: how many of the chosen, from the first one on, each step runs: P, then never more than the step
                 before; P in each if left out.
             drafted: ``[B, P, K]`` int64, the drafts that it reads in place of the true tokens; step i + 1 reads that of
@@ -436,11 +452,17 @@ class Eagle(nn.Module):
         places = torch.arange(length, device=tokens.device).expand(rows, -1)
         positions = places if positions is None else positions
         dtype = features.dtype  # also of the residuals under autocast
-        embed = self.embeddings(embed)
-        hidden = self.fuse(features).to(dtype)
+        embed, hidden = self.embeddings(embed), self.fuse(features).to(dtype)
         following = F.pad(tokens[:, 1:].long(), (0, steps))  # x_{t+1}, and zeros behind the row's end
         x, residual = self.attention_input(embed(following[:, :length]).to(dtype), hidden)
-        q, first = self.heads(x, *self.rotary(x, positions))
+        rotation, layers = self.rotary(x, positions), self.all_layers
+        q, *firsts = layers[0].heads(x, *rotation)
+        sees = block_mask if self.blocks and takes_blocks(q) else dense_mask
+        everywhere: Any = sees(places, segment, length) if layers[1:] else None
+        for layer, behind in itertools.pairwise(layers):
+            residual = layer.finish(unrolled_attention(q, firsts[-1], (), everywhere), residual.to(dtype))
+            q, first = behind.heads(behind.input_layernorm(residual), *rotation)
+            firsts.append(first)
         if chosen is None:
             chosen = places
         else:
@@ -448,35 +470,31 @@ class Eagle(nn.Module):
             q = q.transpose(1, 2)[at].transpose(1, 2)
             residual, positions, hidden = residual[at], positions[at], hidden[at]
         counts = counts or [chosen.shape[1]] * steps
-        sees = block_mask if self.blocks and takes_blocks(q) else dense_mask
         masks = {count: sees(chosen[:, :count], segment, length) for count in dict.fromkeys(counts)}
 
-        def run(step: int, hidden: Tensor, later: Sequence[Keys]) -> tuple[Tensor, Tensor, Sequence[Keys]]:
-            own, kept, some = q, residual, slice(counts[step])
-            if step:
-                hidden, before = hidden[:, some], following.gather(1, chosen[:, some] + step)
-                if drafted is not None:
-                    before = drafted[:, some, step - 1]
-                embeddings = embed(before).to(dtype)
-                if self.mask_hidden is not None:
-                    embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
-                x, kept = self.attention_input(embeddings, hidden)
-                own, keys = self.heads(x, *self.rotary(x, positions[:, some] + step))
-                later = (*((k[:, :, some], v[:, :, some]) for k, v in later), keys)
-            attended = unrolled_attention(own, first, later, masks[counts[step]])
-            return *self.outputs(self.finish(attended, kept.to(dtype))), later
+        def run(step: int, hidden: Tensor, later: Sequence[Any]) -> tuple[Tensor, Tensor, Sequence[Any]]:
+            some, mask = slice(counts[step]), masks[counts[step]]
+            if not step:
+                out = layers[-1].finish(unrolled_attention(q, firsts[-1], (), mask), residual.to(dtype))
+                return *self.outputs(out), later
+            hidden, before = hidden[:, some], following.gather(1, chosen[:, some] + step)
+            if drafted is not None:
+                before = drafted[:, some, step - 1]
+            embeddings = embed(before).to(dtype)
+            if self.mask_hidden is not None:
+                embeddings, hidden = (each.to(dtype).expand_as(hidden) for each in self.mask_pair(embed))
+            x, out = self.attention_input(embeddings, hidden)
+            rotation, grown = self.rotary(x, positions[:, some] + step), list[list[Keys]]()
+            for layer, first, keys in zip(layers, firsts, later, strict=True):
+                own, new = layer.heads(layer.input_layernorm(out) if grown else x, *rotation)
+                grown.append([*((k[:, :, some], v[:, :, some]) for k, v in keys), new])
+                out = layer.finish(unrolled_attention(own, first, grown[-1], mask), out.to(dtype))
+            return *self.outputs(out), grown
 
         if self.recompute and torch.is_grad_enabled():
             run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
-        later: Sequence[Keys] = ()
+        later: Sequence[Any] = [[] for _ in layers]  # of each layer the keys of the steps after the first
         for step in range(steps):
             for_head, following_hidden, later = run(step, hidden, later)
             yield hidden[:, : counts[step]], for_head
             hidden = following_hidden
-
-
-def marked_places(marks: Tensor) -> Tensor:
-    """The marked indices of each row, followed by unmarked ones where a row has fewer than another.
-    ``marks``: ``[B, T]`` bool.
-    Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
-    return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]

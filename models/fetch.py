@@ -234,10 +234,7 @@ def install_prompts() -> None:
     Raises ConnectionError: one cannot be fetched or installed, or is another one than was pinned."""
     for name, what in _PROMPTS.items():
         pinned = _pin(name).split()[0].partition("==")[2]
-        try:
-            here = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            here = None
+        here = next((each.version for each in importlib.metadata.distributions(name=name)), None)
         if here == pinned:
             print(f"{name} {pinned}: already here")
             continue

@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from draftsmith.common.command import cpu_facts
 
 if TYPE_CHECKING:
     import torch
@@ -45,15 +46,10 @@ def _cpu_instructions() -> set[str]:
     """The instruction sets of this CPU, by the names that Linux and torch have for them."""
     import torch
 
-    instructions: set[str] = set()
-    try:
-        with Path("/proc/cpuinfo").open() as lines:
-            flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-        instructions |= set(flags.partition(":")[2].split())
-    except OSError:  # not Linux
-        pass
+    facts = cpu_facts()
+    flags = facts.get("flags") or facts.get("Features") or ""  # x86, ARM
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # newer versions of torch have it
-    return instructions | {name for name, available in capabilities.items() if available is True}
+    return {*flags.split(), *(name for name, available in capabilities.items() if available is True)}
 
 
 def lacking(dtype: str, device: "str | torch.device") -> str:

@@ -24,13 +24,10 @@ from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
+from draftsmith.common.command import out_of_memory
 from draftsmith.common.files import json_object
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.files.weights import config_of, tensor_entries
-
-
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def reason_of(error: BaseException) -> str:

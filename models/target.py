@@ -23,6 +23,7 @@ from transformers import BitsAndBytesConfig, DynamicCache, PreTrainedModel, PreT
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
+from draftsmith.common.command import out_of_memory
 from draftsmith.kernels.linear import apply_linear, prefill_products
 from draftsmith.models.files.copies import with_safetensors
 from draftsmith.models.files.identity import fingerprint, in_background, older_fingerprint, same_target
@@ -37,7 +38,6 @@ from draftsmith.models.pretrained import (
     check_tokenizer,
     from_pretrained,
     layers_elsewhere,
-    out_of_memory,
     read_config,
     reason_of,
 )

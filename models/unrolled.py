@@ -28,6 +28,13 @@ SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}  # attention scores that exist at one
 NARROWEST = 16  # width of a head that FlexAttention's kernels take
 
 
+def marked_places(marks: Tensor) -> Tensor:
+    """The marked indices of each row, followed by unmarked ones where a row has fewer than another.
+    ``marks``: ``[B, T]`` bool.
+    Returns ``[B, P]`` int64, P ≥ 1 the largest number of marks in a row."""
+    return marks.byte().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(marks.sum(1).max()))]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: ``x [B, heads, T, D]``, ``cos`` and ``sin`` ``[B, T, D]``."""
     return x * cos[:, None] + rotate_half(x) * sin[:, None]

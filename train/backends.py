@@ -3,7 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import cache
 from typing import Any
 
@@ -53,15 +53,6 @@ def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None)
         )
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Inside, a conversation that the chat template refuses is a failed request."""
-    try:
-        yield
-    except UnusableRow as error:
-        raise RequestFailed(TEMPLATE, str(error)) from None
-
-
 def by_engine(
     recipe: DistillRecipe,
     conversations: Iterator[Conversation],
@@ -105,16 +96,15 @@ def by_engine(
         assert conversation.pending is not None
         tokens, closing = d.max_new_tokens, None
         try:
-            with refusals():
-                if conversation.speaker == "user":
-                    prompt, closing = encode_user_turn(conversation.pending, tokenizer, template)
-                    tokens = d.user_tokens
-                else:
-                    prompt = encode_prompt(conversation.pending, tokenizer, template)
+            if conversation.speaker == "user":
+                prompt, closing = encode_user_turn(conversation.pending, tokenizer, template)
+                tokens = d.user_tokens
+            else:
+                prompt = encode_prompt(conversation.pending, tokenizer, template)
             if len(prompt) >= longest:
                 raise RequestFailed(TOO_LONG, f"{len(prompt)} tokens before the answer, {longest} allowed with it")
-        except RequestFailed as error:
-            conversation.fail(error)
+        except (UnusableRow, RequestFailed) as error:
+            conversation.fail(error if isinstance(error, RequestFailed) else RequestFailed(TEMPLATE, str(error)))
             end(conversation)
             return None
         conversation.closing, conversation.prompt = closing, prompt

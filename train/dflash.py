@@ -37,9 +37,9 @@ from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.measure.tree_statistics import block_ranks, selection_tree, simulate
 from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
-from draftsmith.models.eagle import marked_places
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
+from draftsmith.models.unrolled import marked_places
 from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape

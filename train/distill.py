@@ -49,13 +49,12 @@ from draftsmith.common.progress import ProgressBar
 from draftsmith.common.recipe import read_recipe, write_recipe
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.endpoint import check_server
-from draftsmith.data.rows import Skipped
+from draftsmith.data.rows import Skipped, UnusableRow
 from draftsmith.data.seeds import (
     CUT_THINKING,
     REJECTIONS,
     TOO_LONG,
     Conversation,
-    RequestFailed,
     Seed,
     WrittenTurns,
     read_seeds,
@@ -71,7 +70,7 @@ from draftsmith.models.options import choose_device
 from draftsmith.models.precision import DTYPES, describe
 from draftsmith.models.tokenizer import load_tokenizer
 from draftsmith.train import folders
-from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template, refusals
+from draftsmith.train.backends import TEMPLATE, Backend, by_endpoint, by_engine, check_has_template
 from draftsmith.train.launch import command_line, console, dtype_of
 from draftsmith.train.ranks import Ranks, Share
 from draftsmith.train.sections.distill import DistillRecipe
@@ -114,10 +113,9 @@ def dry(recipe: DistillRecipe, seeds: list[Seed]) -> None:
     template = template_for(recipe.data, tokenizer)
     check_has_template(tokenizer, template)
     try:
-        with refusals():
-            ids = encode_prompt(first, tokenizer, template)
-    except RequestFailed as error:
-        raise ValueError(f"the chat template refuses the first prompt: {error.detail}") from None
+        ids = encode_prompt(first, tokenizer, template)
+    except UnusableRow as error:
+        raise ValueError(f"the chat template refuses the first prompt: {error}") from None
     console.print(tokenizer.decode(ids))
 
 

@@ -148,10 +148,6 @@ class Plan:
         return cls(stage, data.max_length, trained, here, shape, held, **costs)
 
     @property
-    def name(self) -> str:
-        return self.stage.name
-
-    @property
     def positions(self) -> int:
         """Tokens of a step, over all processes."""
         return self.stage.batch.sequences * self.length
@@ -332,10 +328,10 @@ def show(
     rate = None if asked else matmul_rate(accelerator.device, torch.bfloat16 if half else torch.float32)
     for table in tables(stages, machine, rate):
         console.print(table)
-    for stage, plan in zip(recipe.stages, stages, strict=True):
+    for stage in recipe.stages:
         if rows_there and stage.steps is not None:
             epochs = stage.samples / rows_there
-            console.print(f"{plan.name}: {stage.samples:,} rows in all are {epochs:,.1f} epochs of {rows_there:,}")
+            console.print(f"{stage.name}: {stage.samples:,} rows in all are {epochs:,.1f} epochs of {rows_there:,}")
     console.print(notes(stages, machine, rate))
     if getattr(recipe, "cache_hidden", "none") != "none":  # not every recipe has it
         each = stages[0].features * (2 if half else stages[0].target_bytes)
@@ -359,8 +355,8 @@ def tables(stages: Sequence[Plan], machine: Machine, rate: float | None) -> list
         whole = f"{plan.stage.epochs:g} epochs" if steps is None else f"{seconds * steps / 3600:,.1f} h"
         held = sum(parts.values()) / 1e9
         sizes = (f"{plan.frozen / 1e6:,.1f} M", f"{plan.trained / 1e6:,.1f} M", f"{held:,.1f} GB")
-        costs.add_row(plan.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
-        memory.add_row(plan.name, *(f"{parts[name] / 1e9:,.2f}" for name in names), f"{held:,.2f}")
+        costs.add_row(plan.stage.name, *sizes, f"{plan.positions:,}", f"{seconds:,.2f} s", whole)
+        memory.add_row(plan.stage.name, *(f"{parts[name] / 1e9:,.2f}" for name in names), f"{held:,.2f}")
     return [costs, memory]
 
 

@@ -200,8 +200,8 @@ def plans(recipe: EagleRecipe) -> list[Plan]:
     recomputed = recipe.precision.gradient_checkpointing
     costs["kept"] = partial(memory.eagle, made, shape.config, steps=passes, given=given, recomputed=recomputed)
     costs |= {
-        "attended": 3.5 * passes * heads * made.head_dim,
-        "scores": round(passes * heads),
+        "attended": 3.5 * passes * heads * made.head_dim * made.num_layers,
+        "scores": round(passes * heads * made.num_layers),
     }  # twice backward, and again
     costs["features"] = made.feature_size * (1 + len(made.captured_layers))
     return [Plan.of(recipe, s, shape, own, **costs) for s in recipe.stages]
@@ -216,7 +216,8 @@ def shape_of_init(recipe: EagleRecipe, made: EagleConfig, start: ModelFolder | N
     stored = start.config
     own = {*EagleSection.model_fields, "fc_bias", "vocab_size", "max_position_embeddings"}
     own |= {"parallel"} if stored.get("parallel") else {"parallel", "mask_token_id"}
-    own -= {name for name in ("captured_layers", "intermediate_size") if getattr(recipe.drafter, name) is None}
+    free = ("captured_layers", "intermediate_size", "num_layers")
+    own -= {name for name in free if getattr(recipe.drafter, name) is None}
     return replace(made, **{f.name: stored[f.name] for f in fields(made) if f.name in stored and f.name not in own})
 
 

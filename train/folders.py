@@ -33,16 +33,8 @@ _FILES = (
     *("metrics.jsonl", "training.html", "model.safetensors", "config.json", "tree.json", "wandb_id"),
     *("clusters.json", "clusters.png", "mask_token.json"),
 )
-_FOLDERS = (  # and a drafter's parts
-    "features",
-    "streams",
-    "held_out",
-    "draft_vocab",
-    "marks",
-    "tensorboard",
-    "clusters",
-    "rollouts",
-)
+# And a drafter's parts.
+_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "marks", "tensorboard", "clusters", "rollouts")
 
 
 @contextmanager
@@ -80,7 +72,7 @@ def _check(folder: Path, kind: str) -> None:
         there = sorted(set(os.listdir(folder)) - _OWN)
     except FileNotFoundError:
         return
-    found = _kind(folder)
+    found = str(json_object(folder / _MARK, "run's mark").get("kind")) if (folder / _MARK).exists() else None
     if found == kind or (not there and found is None):
         return
     if found is None:
@@ -91,13 +83,6 @@ def _check(folder: Path, kind: str) -> None:
     raise ValueError(
         f"{folder}: {what}; train/{kind}.py writes only into an empty folder or a run of its own: set run.name"
     )
-
-
-def _kind(folder: Path) -> str | None:
-    """The script whose run a folder is; None if it is no run."""
-    if (folder / _MARK).exists():
-        return str(json_object(folder / _MARK, "run's mark").get("kind"))
-    return None
 
 
 def check_data(recipe: Recipe) -> None:

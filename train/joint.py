@@ -91,10 +91,7 @@ def drift(sums: Tensor) -> dict[str, float]:
 
 def guarded(joint: Joint, tau: float, kl: float) -> float:
     """The selection metric of a joint stage: τ while KL ≤ ``max_kl``, else −KL.
-
-    Raises:
-        FloatingPointError: KL is larger, and the recipe says to stop then.
-    """
+    Raises FloatingPointError: KL is larger, and the recipe says to stop then."""
     if kl <= joint.max_kl:
         return tau
     message = f"the target has moved by {kl:.4f} nats per token, beyond joint.max_kl={joint.max_kl:g}"

@@ -89,7 +89,6 @@ def loading(
             batch_size=None,
             sampler=numbers,
             num_workers=workers,
-            collate_fn=_as_it_is,
             pin_memory=device.type == "cuda",
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # the loader draws from it, and no bit of training may depend on that
@@ -145,10 +144,6 @@ def _died(how: str) -> ValueError:
         f"a process that makes batches has ended ({how}); give it more memory (a container's {SHARED} too), or set "
         "data.workers=0"
     )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _ignore_signals(worker: int) -> None:

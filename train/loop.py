@@ -60,10 +60,7 @@ def learning_rate(stage: Stage, step: int, spent: float = 0.0) -> float:
 
 def micro_batch(stage: Stage, processes: int) -> int:
     """How many sequences a process runs at once (with ``micro: auto``, which with_micro replaces, one).
-
-    Raises:
-        ValueError: a step's sequences cannot be shared out evenly; with the nearest numbers that can.
-    """
+    Raises ValueError: a step's sequences cannot be shared out evenly; with the nearest numbers that can."""
     batch, sequences = stage.batch, stage.batch.sequences
     asked = 1 if batch.micro == "auto" else batch.micro
     field, size = ("accumulate", batch.accumulate or 1) if asked is None else ("micro", asked)

@@ -125,21 +125,24 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: float, given: b
     normed = 0 if micro.cuda else 3 if version_3 else 1  # in place of frozen embeddings, their normed form
     fused = read * micro.product + SINGLE * d if version_3 else 2 * d * (micro.product + (SINGLE if narrow else 0))
     step = layer(micro, shape, 2 * d if version_3 else d, normed)
+    step += (config.num_layers - 1) * layer(micro, shape, d, 0 if micro.cuda else 2)
     # Embeddings, rotary angles, softmax's denominators.
     step += SINGLE * (d + 2 * head + config.num_attention_heads)
     # What the LM head reads, by step and joined, as its product reads it, and the gradient there.
     read_out = 2 * SINGLE * d + micro.product * d * (2 if narrow else 1)
     if narrow:  # keys in float32; each step has its own copies of the first one's and of those since
-        step += shape[2] * (SINGLE + micro.product * (steps - 1) / 2)
+        step += config.num_layers * shape[2] * (SINGLE + micro.product * (steps - 1) / 2)
     inputs = config.feature_size * len(config.captured_layers) or 2 * d
     weights = inputs * d + layer_weights(shape, 2 * d if version_3 else d)
+    weights += (config.num_layers - 1) * layer_weights(shape, d)
     blocks = micro.cuda and micro.blocks
     if blocks:  # values of the steps since the first one, repeated for groups
-        step += micro.product * shape[1] * (steps - 1) / 2
+        step += config.num_layers * micro.product * shape[1] * (steps - 1) / 2
     scores = 0 if blocks else min(SCORES[micro.device], micro.rows * config.num_attention_heads * micro.length**2)
     chunks = max(micro.logits(config.outputs) * (2 * SINGLE + 2 * micro.product), 3 * SINGLE * scores)
     teacher = n * (SINGLE * config.outputs + micro.target * config.feature_size)
-    layers = step + (steps - 1) * (SINGLE * (d + shape[2]) + micro.product * shape[2]) if recomputed else steps * step
+    keys = config.num_layers * (SINGLE + micro.product) * shape[2]
+    layers = step + (steps - 1) * (SINGLE * d + keys) if recomputed else steps * step
     kept = n * (fused + layers + steps * read_out) + chunks + (micro.product * weights if narrow else 0)
     run = 0.0 if given else target_pass(target, micro)
     heads = SINGLE * config.outputs * d if config.projection == "own" else 0  # one for all steps

@@ -47,10 +47,8 @@ class Ranks:
     """
 
     def __init__(self, alone: bool = False) -> None:
-        self.rank, self.count = (
-            0 if alone else int(os.environ.get("RANK", "0")),
-            1 if alone else int(os.environ.get("WORLD_SIZE", "1")),
-        )
+        self.rank = 0 if alone else int(os.environ.get("RANK", "0"))
+        self.count = 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
         self._store: Store = HashStore()
         self._inside = contextlib.ExitStack()
 

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.models.dflash import DFlash
-from draftsmith.models.eagle import Eagle, marked_places
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.target import Target
-from draftsmith.models.unrolled import dense_mask
+from draftsmith.models.unrolled import dense_mask, marked_places
 from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import sharded
 from draftsmith.train.losses import LOGITS, in_chunks, labels_of, shifted_labels

@@ -68,9 +68,11 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
     shape = recipe.drafter.model_dump(mode="json")
     if config.get("projection") == "shared" and shape.get("draft_vocab_size", 0) is None:
         shape.pop("draft_vocab_size")  # the target's LM head has the rows of all tokens
-    for name in ("captured_layers", "intermediate_size", "mask_token_id"):
+    for name in ("captured_layers", "intermediate_size", "mask_token_id", "num_layers"):
         if shape.get(name, 0) is None:
             shape.pop(name)  # it then has the same ones
+    if kind == "eagle" and shape.get("num_layers", 0) > config.get("num_layers", 1):
+        shape.pop("num_layers")  # those behind its own begin as if they were not there
     if config.get("parallel") and not shape["one_pass"]:
         raise ValueError(f"{where}: it drafts in one pass; set drafter.one_pass=true")
     for name, value in shape.items():
@@ -238,8 +240,10 @@ class Run(Generic[R]):
             folder, config, weights = read_drafter(self.start)
             check_target(folder, config, target)
             own = drafter.state_dict()
-            if "mask_hidden" in own:  # P-EAGLE may begin with an EAGLE-3 drafter, which has none
-                weights.setdefault("mask_hidden", own["mask_hidden"])
+            if (
+                "midlayer.mlp.up_proj.weight" in own
+            ):  # P-EAGLE may begin with an EAGLE-3 drafter, and that with fewer layers
+                weights = {name: own[name] for name in own if name.startswith(("mask_hidden", "layers."))} | weights
             if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):

@@ -127,8 +127,8 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
             files = [file for file in folder.rglob("*.safetensors") if "checkpoints" not in file.parts]
             weights += 0 if models else sum(file.stat().st_size for file in files)
             pairs = tokens if cache is None else min(tokens, cache[1] + held)
-            layers = {"eagle": 1, "dynaspec": 1, "dflash": config.get("num_layers", 1)}
-            row += pairs * layers.get(str(config.get("drafter_type")), 0) * target.layers[-1]
+            keeps = config.get("drafter_type") in ("eagle", "dynaspec", "dflash")
+            row += pairs * (config.get("num_layers", 1) if keeps else 0) * target.layers[-1]
         weights += sum(each.weights for each in models if each)
         row += tokens * sum(each.token for each in models if each)
     return weights, row

@@ -52,10 +52,7 @@ def check_threads(threads: int | None) -> None:
 def choose_mode(args: argparse.Namespace) -> None:
     """Choose the mode if it was left out, and ``mss`` if --verify asks for it. Greedy decoding with penalties or biases
     is mode ``sample`` with temperature 0.
-
-    Raises:
-        ValueError: options of how tokens are chosen contradict each other.
-    """
+    Raises ValueError: options of how tokens are chosen contradict each other."""
     given = [name for name in SAMPLING if getattr(args, name) is not None]
     if args.mode is None:
         sampled = args.verify or args.samples or {*given} - {*LOGIT_CHANGES[1:]}

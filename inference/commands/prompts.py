@@ -90,10 +90,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     is the user's message, and the others are ``later``. The last message of a conversation is left out if it is the
     assistant's, the answer that is asked for. A text in ``kind``, or in ``category`` (MT-Bench, Spec-Bench,
     SPEED-Bench), names the kind of text.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, a row that asks nothing (its number is named), or no row.
-    """
+    Raises FileNotFoundError, ValueError: no such file, a row that asks nothing (its number is named), or no row."""
     prompts: list[Prompt] = []
     for where, row in _rows(path):
         try:

@@ -104,10 +104,7 @@ class CompressedCache:
     cache: the entries, after ``allocate``. full: the model's own cache, from which they are selected.
     left_out: ``[B]`` int64, tokens before a row's last entry that have none.
     most: entries at the beginning of a step, at most.
-
-    Raises:
-        ValueError: sinks for a model whose keys cannot be rotated once more.
-    """
+    Raises ValueError: sinks for a model whose keys cannot be rotated once more."""
 
     cache: KVCache
 

@@ -1,7 +1,7 @@
-"""EAGLE as a drafter: one decoder layer on the target's features drafts a tree, level by level
+"""EAGLE as a drafter: one decoder layer on the target's features, or a few, drafts a tree, level by level
 (:mod:`draftsmith.models.eagle`).
 
-The layer has its own K/V cache. The pair at position t, of the feature of token t and the embedding of token t + 1, is
+Each layer has its own K/V cache. The pair at position t, of the feature of token t and the embedding of token t + 1, is
 in slot t. So the root (position L) belongs to the pair L − 1, whose feature predicted it. A drafted node's pair has its
 parent's output in place of a feature; node i is in slot L − 1 + i.
 
@@ -28,7 +28,7 @@ from draftsmith.inference.drafters.eagle_window import PairWindow, check_selecto
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.drafters.shortlists import Shortlists, after_head_of, check_router
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.prompts import Chunk, to_device
+from draftsmith.inference.engine.prompts import Chunk, Part, to_device
 from draftsmith.inference.engine.protocol import Drafter, State
 from draftsmith.inference.trees.by_level import ALL_CACHED, DraftHead, DrawKind, Hidden, LevelPass, Levels, chain_passes
 from draftsmith.inference.trees.dynamic import DynamicShape, DynamicTree, Frontier, Proposals, read_dynamic
@@ -197,22 +197,25 @@ class EagleDrafter(Drafter):
         before = hidden.roll(1, 0)
         before[firsts] = self.waiting[rows]
         self.waiting[rows], self.cached[rows] = hidden[lasts], ALL_CACHED
-        pairs: list[int] = []
+        pairs, of_pairs = list[int](), list[Part]()
         for part, first, after in places:
             without = not part.start or part.row in self.reused  # that pair is none, or is written already
             pairs += range(first + without, after)
+            of_pairs.append(Part(part.row, part.start - 1 + without, part.count - without))
             self.reused.discard(part.row)
         if pairs:
             paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
+            if not self.layer.writes_alone:
+                self.layer.read(chunk.tokens[paired], before[paired], slots, [part for part in of_pairs if part.count])
+                return
             pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
             found = self.layer.keys_values(*pair)[0]
             if self.window is None:
                 self.layer.both[chunk.rows[paired], slots] = found
                 return
-            counts = [part.count - (not part.start) for part in chunk.parts]
-            for part, own in zip(chunk.parts, found.split(counts), strict=True):
-                self.window.read(part.row, max(0, part.start - 1), own)
+            for part, own in zip(of_pairs, found.split([part.count for part in of_pairs]), strict=True):
+                self.window.read(part.row, part.start, own)
 
     def end(self, row: int) -> None:
         self.at_end[row] = self.cached[row].clone()
@@ -233,11 +236,12 @@ class EagleDrafter(Drafter):
         self.reused.add(row)
         self.cached[row] = ALL_CACHED
         if source != row:
-            self.layer.both[row, : len(tokens)] = self.layer.both[source, : len(tokens)]
+            pairs = self.layer.storage[..., : len(tokens), :]  # [L, 2, B, G, n, D]
+            pairs[:, :, row] = pairs[:, :, source]
 
     def skip(self, state: State) -> None:
         """Record the root's pair as missing; where the buffer is full, write the K/V of what it holds, and the root's,
-        without running the layer."""
+        without running the layer, if it is the only one."""
         before = (state.length - 1).clamp(min=0)
         missing = (before - self.cached).clamp(min=0)
         if self.eager and int(missing.max()) + 1 + self.verified_depth <= self.max_missing:
@@ -247,6 +251,10 @@ class EagleDrafter(Drafter):
             self.skipped = True
             return
         tokens, fused, missing = self._root_pairs(state, before)
+        if not self.layer.writes_alone:
+            self.plans = state.plans
+            self._run(self.chains[tokens.shape[1] - 1], tokens, fused, before - missing)
+            return
         places = (before - missing)[:, None] + self.numbers[: tokens.shape[1]]  # [B, n]
         rotations = self.layer.table[places.clamp(max=len(self.layer.table) - 1)]
         slots = places

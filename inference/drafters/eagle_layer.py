@@ -1,24 +1,28 @@
-"""An EAGLE drafter's decoder layer on a K/V cache of its own, run by kernels where there are any.
+"""An EAGLE drafter's decoder layers on a K/V cache of their own, run by kernels where there are any.
 
 Shape letters are those of :mod:`draftsmith.inference.drafters.eagle`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from draftsmith.inference.engine.prompts import Part, to_device
 from draftsmith.inference.trees.by_level import Hidden, LevelPass
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
+    SegmentBias,
     TreeKeys,
     ancestor_mask,
     attention_items,
+    causal_bias,
     runs_kernel,
     tree_bias,
     tree_bias_one_row,
@@ -56,15 +60,17 @@ class _PairInput:
 
 
 class EagleLayer:
-    """The layer, with packed matrices of which the modules keep views, and its cache.
+    """The layers, mostly one, with packed matrices of which the modules keep views, and their cache.
 
-    pair_input, norm: EAGLE-3's input of q, k and v, and its final norm; None of other drafters.
+    layer: the first one. writes_alone: it is the only one, so that K and V are functions of the pairs.
+    pair_input, norm: EAGLE-3's input of its q, k and v, and the final norm; None of other drafters.
     table: rotary table as :meth:`draftsmith.models.lean.LeanDecoder.tables` has it: ``[positions, 2 · D]``.
-    both: K and V of the cache, for writing: ``[B, S, 2, G, D]``.
+    storage: the cache, ``[L, 2, B, G, S, D]``; keys, values: the first layer's.
+    both: K and V of the first layer, for writing: ``[B, S, 2, G, D]``.
     """
 
     def __init__(self, eagle: Eagle, target: Target) -> None:
-        config, module = eagle.config, eagle.midlayer
+        config = eagle.config
         self.eagle, self.target, self.embed = eagle, target, eagle.embeddings(target.embeddings)
 
         def norm(part: torch.nn.RMSNorm) -> RMSNorm:
@@ -72,37 +78,60 @@ class EagleLayer:
 
         self.pair_input, self.norm = None, None
         if eagle.norm is not None:
-            self.norm, pair = norm(eagle.norm), (norm(module.input_layernorm), norm(module.hidden_norm))
+            first = eagle.midlayer
+            self.norm, pair = norm(eagle.norm), (norm(first.input_layernorm), norm(first.hidden_norm))
             self.pair_input = _PairInput(*pair, config.norm_before_residual)
-        qkv, qkv_bias = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
-        gate_up, _ = packed_linears(module.mlp, ["gate_proj", "up_proj"], target)
-        out, _ = packed_linears(module.self_attn, ["o_proj"], target)
-        down, _ = packed_linears(module.mlp, ["down_proj"], target)
-        scores = config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, ""
-        attention = self.pair_input or (lambda x: x), qkv, qkv_bias, None, out, None, None
-        mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act_fn, down, None, None
-        self.layer = Layer(*scores, *attention, *mlp, 1.0)
+        self.layers = list[Layer]()
+        for module in eagle.all_layers:
+            qkv, qkv_bias = packed_linears(module.self_attn, ["q_proj", "k_proj", "v_proj"], target)
+            gate_up, _ = packed_linears(module.mlp, ["gate_proj", "up_proj"], target)
+            out, _ = packed_linears(module.self_attn, ["o_proj"], target)
+            down, _ = packed_linears(module.mlp, ["down_proj"], target)
+            before = norm(module.input_layernorm) if self.layers else self.pair_input or (lambda x: x)
+            scores = config.num_attention_heads, config.num_key_value_heads, config.head_dim**-0.5, 0, None, ""
+            attention = before, qkv, qkv_bias, None, out, None, None
+            mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act_fn, down, None, None
+            self.layers.append(Layer(*scores, *attention, *mlp, 1.0))
+        self.layer, self.writes_alone = self.layers[0], len(self.layers) == 1
 
     def allocate(self, rows: int, capacity: int, static: bool, positions: int | None = None) -> None:
         """Allocate the cache; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`.
         ``positions``: that its pairs may have, where they are more than its slots."""
         config, device, dtype = self.eagle.config, self.target.device, self.target.dtype
         self.rows, self.capacity, self.eager = rows, capacity, not static
-        size = (2, rows, config.num_key_value_heads, capacity, config.head_dim)
-        storage = torch.zeros(size, dtype=dtype, device=device)
-        self.keys, self.values = storage  # [B, G, S, D]
-        self.both = storage.permute(1, 3, 0, 2, 4)
+        size = (len(self.layers), 2, rows, config.num_key_value_heads, capacity, config.head_dim)
+        self.storage = storage = torch.zeros(size, dtype=dtype, device=device)
+        (self.keys, self.values), self.both = storage[0], self.view(0, capacity)[0]
         self.kernel = runs_kernel(storage, config.head_dim)
         on_cpu = self.kernel and why_not_triton(storage) and can_fuse(self.layer)
-        self.native = NativeLayers([self.layer], self.norm) if on_cpu else None
+        self.native = NativeLayers(self.layers, self.norm) if on_cpu else None
         rotary: Callable[..., tuple[Tensor, Tensor]] = LlamaRotaryEmbedding(llama_config(config)).to(device)
         places = torch.arange(min(positions or capacity, self.target.context), device=device)[None]
         cos, sin = rotary(torch.empty(0, dtype=dtype, device=device), places)
         half = sin.shape[-1] // 2
         self.table = torch.cat((cos, -sin[..., :half], sin[..., half:]), -1)[0]
         self.numbers = torch.arange(capacity, device=device)
-        self.pass_buffers: dict[int, Buffers | FusedBuffers] = {}  # by number of nodes
+        self.pass_buffers: dict[int, Sequence[Buffers] | Sequence[FusedBuffers]] = {}  # of each layer, by nodes
         self.one_row: dict[LevelPass, Tensor] = {}  # masks of eager passes with one row
+
+    def view(self, number: int, seen: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's cache, as :meth:`draftsmith.models.lean.LeanDecoder.forward` takes it, of ``seen`` slots."""
+        keys, values = both = self.storage[number]
+        return both.permute(1, 3, 0, 2, 4), keys[:, :, :seen], values[:, :, :seen]
+
+    def read(self, tokens: Tensor, hidden: Tensor, slots: Tensor, parts: Sequence[Part]) -> None:
+        """Run pairs of prompts ``[n]``, ``[n, d]`` in these slots ``[n]``, one ``part`` after the other, of which
+        earlier pairs have been run."""
+        x, biases, rows = self._residual(tokens[None], hidden[None]), list[SegmentBias](), list[int]()
+        for part in parts:
+            bias = causal_bias(part.start, part.count, 0, x.dtype, x.device)
+            biases.append(SegmentBias(part.row, first := len(rows), first + part.count, bias))
+            rows += [part.row] * part.count
+        written = to_device([rows], x.device)
+        cos, sin = F.embedding(slots, self.table).view(1, len(slots), 2, 1, -1).unbind(2)
+        for number, layer in enumerate(self.layers):
+            buffers, view = Buffers(layer, 1, len(slots), True), self.view(number, max(part.end for part in parts))
+            run_layer(layer, buffers, x, (written, slots[None]), view, (cos, sin), {0: biases}, None)
 
     def keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
         """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them. ``rotations``:
@@ -152,15 +181,16 @@ class EagleLayer:
             tree_keys = TreeKeys(lengths, level.ancestors, level.depth, level.key_depth, plan)
         else:
             biases = {0: self._bias(level, lengths, seen, fixed)}
-        view = (self.both, self.keys[:, :, :seen], self.values[:, :, :seen])
+        views = [self.view(number, seen) for number in range(len(self.layers))]
         buffers = self._buffers(rows, count) if self.native is None else None
-        if isinstance(buffers, Buffers):
+        if buffers is not None and isinstance(buffers[0], Buffers):
             reached = lengths if left_out is None else lengths + left_out
             positions = (reached[:, None] + level.depth).clamp(max=len(self.table) - 1)
             slots = lengths[:, None] + self.numbers[level.first : total]
             x = self._residual(tokens, level.of_parents(hidden))
             cos, sin = F.embedding(positions, self.table).view(rows, count, 2, 1, -1).unbind(2)
-            run_layer(self.layer, buffers, x, (buffers.rows, slots), view, (cos, sin), biases, tree_keys)
+            for layer, own, view in zip(self.layers, cast(Sequence[Buffers], buffers), views, strict=True):
+                run_layer(layer, own, x, (own.rows, slots), view, (cos, sin), biases, tree_keys)
             normed = x if self.norm is None else self.norm(x)
         else:
             assert tree_keys is not None
@@ -169,17 +199,33 @@ class EagleLayer:
                 positions = (positions + left_out[:, None]).clamp(max=len(self.table) - 1)
             where = positions, slots
             if self.native is not None:
-                normed, _ = self.native.run(x, *where, [view], {"": self.table}, tree_keys, inputs=inputs)
+                normed, _ = self.native.run(x, *where, views, {"": self.table}, tree_keys, inputs=inputs)
             else:
-                assert buffers is not None
-                normed, ends = torch.empty_like(x), self.norm is not None
-                after = weight_and_eps(self.norm or self.layer.before_mlp)
-                run_fused_layer(
-                    self.layer, buffers, x, inputs, normed, self.table, *where, view, tree_keys, after, ends
-                )
+                normed = self._run_fused(cast(Sequence[FusedBuffers], buffers), x, inputs, where, views, tree_keys)
             normed = x if self.norm is None else normed
         normed = normed.view(rows, count, -1)
         return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
+
+    def _run_fused(
+        self,
+        buffers: Sequence[FusedBuffers],
+        x: Tensor,
+        inputs: Tensor | None,
+        where: tuple[Tensor, Tensor],
+        views: Sequence[tuple[Tensor, Tensor, Tensor]],
+        tree_keys: TreeKeys,
+    ) -> Tensor:
+        """Run the layers by kernels on ``x`` in place; returns its norm after them, if there is one."""
+        normed = torch.empty_like(x)
+        for number, (layer, own, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
+            last = layer is self.layers[-1]
+            after = weight_and_eps(
+                (self.norm or layer.before_mlp) if last else self.layers[number + 1].before_attention
+            )
+            ends = last and self.norm is not None
+            done = run_fused_layer(layer, own, x, inputs, normed, self.table, *where, view, tree_keys, after, ends)
+            inputs = normed if done else None
+        return normed
 
     def _fused_input(
         self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor
@@ -203,17 +249,17 @@ class EagleLayer:
             x = pairs[:, x.shape[1] :].contiguous()  # the layer writes to it
         return x, pairs, positions, slots
 
-    def _buffers(self, rows: int, count: int) -> Buffers | FusedBuffers:
-        """The layer's buffers for passes of so many nodes."""
-        buffers = self.pass_buffers.get(count)
-        if buffers is None:
+    def _buffers(self, rows: int, count: int) -> Sequence[Buffers] | Sequence[FusedBuffers]:
+        """Each layer's buffers for passes of so many nodes; those behind the first one share theirs."""
+        if count not in self.pass_buffers:
+            fused, some = self.kernel and can_fuse(self.layer), self.layers[:2]
             with torch.inference_mode(False), torch.no_grad():  # usable inside and outside of inference mode
-                if self.kernel and can_fuse(self.layer):
-                    buffers = FusedBuffers(self.layer, rows, count, True)
+                if fused:
+                    made: Any = [FusedBuffers(layer, rows, count, True) for layer in some]
                 else:
-                    buffers = Buffers(self.layer, rows, count, not self.kernel)
-            self.pass_buffers[count] = buffers
-        return buffers
+                    made = [Buffers(layer, rows, count, not self.kernel) for layer in some]
+            self.pass_buffers[count] = made + made[1:] * (len(self.layers) - 2)
+        return self.pass_buffers[count]
 
     def _bias(self, level: LevelPass, lengths: Tensor, seen: int, fixed: bool) -> Tensor | None:
         if self.eager and self.rows == 1 and level.sees_all:

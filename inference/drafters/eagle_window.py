@@ -28,6 +28,10 @@ def check_selector(selector: Selector, config: EagleConfig) -> None:
             f"{selector.name}:{selector.entries}: an EAGLE drafter's layer reads prompts without queries to select by; "
             f"use streamingllm:{selector.entries}"
         )
+    if config.num_layers > 1:
+        raise ValueError(
+            f"{selector.name}: an EAGLE drafter of {config.num_layers} layers keeps all pairs; leave it out"
+        )
     if (kind := config.rope_parameters.get("rope_type")) in BY_LENGTH:
         raise ValueError(
             f"{selector.name}: the EAGLE drafter's sinks cannot be rotated (its rotary embedding, '{kind}', depends on "

@@ -37,21 +37,17 @@ class _Layer(CacheLayerMixin):
         """Do nothing: the storage is already allocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values, slots = self.keys, self.values, self.owner.slots
+        keys, values, rows = self.keys, self.values, self.owner.of_tokens  # rows: in a pass of prompts
         assert keys is not None and values is not None
-        if slots.device != keys.device:  # a target spread over several devices
-            slots = slots.to(keys.device)
-        rows = self.owner.of_tokens
-        if rows is not None:  # a pass of prompts
-            place = (rows.to(slots.device), slots)
-            keys.transpose(1, 2).index_put_(place, key_states.transpose(1, 2))
-            values.transpose(1, 2).index_put_(place, value_states.transpose(1, 2))
-        elif slots.shape[0] == 1:  # one row, or the same slots in every row
+        slots = self.owner.slots.to(keys.device)  # elsewhere in a target spread over several devices
+        if rows is None and slots.shape[0] == 1:  # one row, or the same slots in every row
             keys.index_copy_(2, slots[0], key_states)
             values.index_copy_(2, slots[0], value_states)
         else:
             # Not scatter_, for which torch.compile would copy the whole cache.
-            place = (torch.arange(len(slots), device=slots.device)[:, None], slots)
+            if rows is None:
+                rows = torch.arange(len(slots), device=slots.device)[:, None]
+            place = (rows.to(slots.device), slots)
             keys.transpose(1, 2).index_put_(place, key_states.transpose(1, 2))
             values.transpose(1, 2).index_put_(place, value_states.transpose(1, 2))
         return keys[:, :, : self.owner.seen], values[:, :, : self.owner.seen]
@@ -77,10 +73,7 @@ class KVCache(Cache):
     of_tokens: ``[1, N]`` int64: if that is a pass of prompts, the row of each of its tokens; else None.
     seen: number of slots, from the first, that the next forward pass attends to.
     positions: number of positions that its tokens may have: its capacity, or more where it holds some tokens of a text.
-
-    Raises:
-        ValueError: it does not fit into the memory that is left; says how many rows would.
-    """
+    Raises ValueError: it does not fit into the memory that is left; says how many rows would."""
 
     def __init__(self, target: Target, rows: int, capacity: int, positions: int | None = None) -> None:
         places, device, dtype = list(zip(target.kv_shapes, target.kv_devices, strict=True)), target.device, target.dtype

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from draftsmith.common.command import no_collection
 from draftsmith.inference.engine.budget import Budget, TypicalBudget
 from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.first_rows import FirstRows
@@ -41,7 +42,6 @@ from draftsmith.kernels.accept_greedy import accept_greedy, advance
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.head_topk import head_argmax
 from draftsmith.kernels.linear import kernel_weight
-from draftsmith.kernels.measured import no_collection
 from draftsmith.kernels.tree_attention import ancestor_mask
 from draftsmith.models.lean import NO_KERNELS
 from draftsmith.models.target import Target

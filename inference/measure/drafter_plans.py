@@ -125,12 +125,13 @@ def _of_draft_model(
 
 
 def _of_eagle(name: str, drafter: EagleDrafter, caches: Sequence[Selector]) -> list[Candidate]:
-    """Chains, and unless the name gives one its own tree; of a drafter of one pass over its whole cache alone."""
+    """Chains, and unless the name gives one its own tree; of a drafter of one pass, or of several layers, over its
+    whole cache alone."""
     folder, given, children = folder_of(name)
     found: list[Candidate] = []
     in_one_pass = drafter.eagle.config.parallel
     lengths = [len(children)] if children else ALL[: in_one_pass or MOST]
-    others = [] if in_one_pass else [each for each in caches if each.sinks]
+    others = [] if in_one_pass or drafter.eagle.config.num_layers > 1 else [each for each in caches if each.sinks]
     for cache in [Selector(*given)] if given else [None, *others]:
 
         def chain(drafts: int, cache: Selector | None = cache) -> Drafter:

@@ -63,13 +63,11 @@ def print_drafter_plan(facts: dict[str, Any]) -> None:
 
 def draw(facts: dict[str, Any], path: Path) -> None:
     """Speed-up by batch size and context length; a plain step's time in three parts; α by K."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     cells = facts["cells"]
-    figure, (speeds, times, alphas) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    speeds, times, alphas = figure.subplots(1, 3)
     lengths = sorted({cell["context"] for cell in cells})
     batches = sorted({cell["batch"] for cell in cells})
     for length in lengths:

@@ -194,10 +194,7 @@ def measure_undisturbed(
 ) -> tuple[dict[tuple[str, int], Measured], float]:
     """What :func:`measure` returns, which ``once`` calls: again where the plain step that it timed and that of the step
     costs, of ``calculated`` seconds, disagree.
-
-    Raises:
-        ValueError: they still do after ``TRIES`` measurements.
-    """
+    Raises ValueError: they still do after ``TRIES`` measurements."""
     plain = 0.0
     for _ in range(TRIES):
         found, prefill = once()
@@ -264,10 +261,7 @@ def planned_drafter(
 ) -> str:
     """The drafter of a plan's cell for the nearest batch size and context length, by their ratios; said on stderr.
     ``plan``: a file, or ``auto``: planned now, for these prompts, with 64, 128 and 256 entries.
-
-    Raises:
-        ValueError: the file is no plan, or one for another target; or the prompts are too short to plan for.
-    """
+    Raises ValueError: the file is no plan, or one for another target; or the prompts are too short to plan for."""
     batch, cached = min(batch, len(prompts)), sum(map(len, prompts)) / len(prompts)
     if plan == "auto":
         new_tokens = min(new_tokens, 64)

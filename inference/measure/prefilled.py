@@ -134,10 +134,7 @@ def by_depth(committed: Sequence[Sequence[int]], drafts: int) -> list[list[int]]
 
 def windows(target: Target, source: str, count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Texts of ``length`` tokens: held-out windows as data/prompts.py cuts them of a source.
-
-    Raises:
-        ValueError: there are fewer, or the target has no tokenizer.
-    """
+    Raises ValueError: there are fewer, or the target has no tokenizer."""
     if target.tokenizer is None:
         raise ValueError(f"target '{target.name}' has no tokenizer")
     return [prompt.tokens for prompt in prompts(source, "test", count, length, target.tokenizer, seed)]

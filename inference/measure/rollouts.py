@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from draftsmith.inference.drafters.eagle import check_context, to_target
 from draftsmith.inference.drafters.shortlists import after_head_of
 from draftsmith.inference.measure.tree_statistics import AT_ONCE, LOGITS, MAX_RANK, draft_labels
-from draftsmith.models.eagle import Eagle, marked_places
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead, head_rows_of
 from draftsmith.models.target import Target
+from draftsmith.models.unrolled import marked_places
 
 BEST = 24  # tokens of the whole LM head that are recorded, where nothing else is said
 

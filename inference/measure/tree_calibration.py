@@ -167,10 +167,7 @@ def check_enough(folder: Path, positions: int) -> None:
 
 def read_held_out(folder: Path) -> dict[str, Tensor]:
     """A run's held-out rows: ``tokens``, ``supervised`` ``[S, T]``, at least one with an answer.
-
-    Raises:
-        FileNotFoundError, ValueError: there are none, or the file is damaged.
-    """
+    Raises FileNotFoundError, ValueError: there are none, or the file is damaged."""
     stored, instead = folder / "held_out" / "model.safetensors", "pass --prompts FILE.jsonl to calibrate on"
     if not stored.exists():
         raise FileNotFoundError(f"{folder}: holds no held-out rows; {instead}")
@@ -355,19 +352,14 @@ def _write_tree(
             f"{folder / 'tree.json'}: {len(known) + 1} nodes, of which each step takes those that pay; here about "
             f"{chosen.nodes}, expected τ {chosen.tau:.2f} (a chain: {chain_tau:.2f})"
         )
-        _say_dynamic(faster, stored)
-        return
-    paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
-    fixed = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
-    write_json(folder / "tree.json", {**fixed, **stored, "calibration": calibration})
-    by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
-    print(
-        f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
-        f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
-    )
-    _say_dynamic(faster, stored)
-
-
-def _say_dynamic(faster: ComparedTree | None, stored: dict[str, Any]) -> None:
+    else:
+        paths = [[list(path) for path in tree.paths] for tree in chosen.trees]
+        fixed = {"paths": paths[0]} if len(paths) == 1 else {"parts": paths}
+        write_json(folder / "tree.json", {**fixed, **stored, "calibration": calibration})
+        by_part = f" ({' + '.join(str(len(each)) for each in paths)} beside the root)" if len(paths) > 1 else ""
+        print(
+            f"{folder / 'tree.json'}: {chosen.nodes} nodes{by_part}, depth {chosen.depth}, "
+            f"expected τ {chosen.tau:.2f} (a chain{'' if len(paths) == 1 else ' of each'}: {chain_tau:.2f})"
+        )
     if faster is not None:
         print(f"decoding uses a dynamic tree, {faster.speed:.2f} times as fast: {stored['dynamic']}")

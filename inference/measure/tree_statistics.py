@@ -27,9 +27,10 @@ from torch.nn import functional as F
 from draftsmith.inference.trees.independent import Confidence, IndependentTree
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.dflash import DFlash
-from draftsmith.models.eagle import Eagle, marked_places
+from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
+from draftsmith.models.unrolled import marked_places
 from draftsmith.models.vocabulary import head_rows
 
 MAX_RANK = 10  # ranks per depth that a tree may use

@@ -83,10 +83,7 @@ def read_confidence(path: Path, shape: DynamicShape) -> Confidence | None:
 
 def possible_paths(shape: DynamicShape) -> list[Ranks]:
     """The paths that can be in a tree, the root's first, by depth, then by ranks.
-
-    Raises:
-        ValueError: they are more than :data:`MAX_PATHS`.
-    """
+    Raises ValueError: they are more than :data:`MAX_PATHS`."""
     found: list[Ranks] = [()]
     level: list[tuple[Ranks, int, int]] = [((), 1, 0)]  # path, Π up to its last depth, Σ of these
     for _ in range(shape.depth):
@@ -181,10 +178,8 @@ class IndependentTree:
         below = tokens.flatten(1).index_select(1, self.own)
         parents = self.parents.expand(len(root), -1).contiguous()
         candidates = Candidates(torch.cat((root[:, None], below), 1), values, parents)
-        tokens, parent, depth, ancestors, valid, acceptance = select_tree(
-            candidates, self.depths, self.bits, self.shape.depth
-        )
-        return TokenTree(tokens, parent, depth, ancestors, valid, acceptance=acceptance)
+        found = select_tree(candidates, self.depths, self.bits, self.shape.depth)
+        return TokenTree(*found[:5], acceptance=found[5])
 
 
 class RankTree:

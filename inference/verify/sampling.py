@@ -39,10 +39,7 @@ class Sampling:
     seed: a whole number from 0 to 2^62 − 1.
     epsilon, delta: above 0, at most 1; thresholds ε and δ of typical acceptance: a token is accepted if its probability
         is above min(ε, δ e^(-entropy)) (arXiv 2401.10774 §2.3.1). δ is √ε where it is None.
-
-    Raises:
-        ValueError: a value outside its range, or not a number.
-    """
+    Raises ValueError: a value outside its range, or not a number."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -133,10 +133,6 @@ class Topology:
         index: dict[Ranks, int] = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
         return [-1] + [index[path[:-1]] for path in self.paths]
 
-    @property
-    def depths(self) -> list[int]:
-        return [0] + [len(path) for path in self.paths]
-
 
 def chain(depth: int) -> Topology:
     """A tree of one path: the top-1 token of each depth."""

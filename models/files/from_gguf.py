@@ -6,7 +6,6 @@ torch.
 """
 
 import functools
-import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -19,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.common.command import available_cores, first_line
+from draftsmith.common.command import available_cores, first_line, no_collection
 from draftsmith.common.files import replacing_folder
 from draftsmith.models.files.copies import GGUF, Conversion, cached_copy, known_sha256
 from draftsmith.models.files.weights import SINGLE
@@ -62,7 +61,7 @@ def _plan(file: Path, copy: Path) -> Conversion:
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{file}: to convert a GGUF file, the package gguf is needed: pip install gguf")
     began = time.monotonic()
-    with _without_collection():
+    with no_collection():
         reader = _read(file)
     dtype, weights, fields = _inspect(file, reader)
     size = weights * _BYTES[dtype]
@@ -105,18 +104,6 @@ def _damaged(file: Path, error: Exception) -> ValueError:
     return ValueError(f"{file}: a damaged GGUF file, or truncated ({first_line(error)}); fetch it again")
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """No garbage collection: a reader's millions of objects would be looked through again and again."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _inspect(file: Path, reader: "GGUFReader") -> tuple[str, int, dict[str, str]]:
     """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
     ``tokenizer.ggml.pre`` where it has them."""
@@ -152,7 +139,7 @@ def _one_reader(file: Path, reader: "GGUFReader") -> Iterator[None]:
     def reading(path: Any, *arguments: Any) -> "GGUFReader":
         return reader if Path(path) == file else own(path, *arguments)
 
-    with _ONE_READER, _without_collection():
+    with _ONE_READER, no_collection():
         gguf.GGUFReader = reading  # type: ignore[assignment, misc]
         try:
             yield

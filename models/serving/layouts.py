@@ -134,6 +134,8 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
         return f"a P-EAGLE drafter (drafter.one_pass): {to} drafts its tokens one by one; use --to vllm"
     if c.parallel and c.fc_norm and to == "speculators":
         return "it has fc_norm, which speculators and vLLM leave out of P-EAGLE's folders without a word; use --to vllm"
+    if c.num_layers > 1 and to not in ("vllm", "speculators"):
+        return f"it has {c.num_layers} layers: {to} runs one; use --to vllm"
     if (c.version, to) not in EAGLE:
         return f"an EAGLE-1 drafter: {to} holds EAGLE-3 alone; use --to vllm or --to sglang"
     silently = "without a word, and then drafts with another model: use --to"

@@ -200,6 +200,9 @@ def _eagle(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
         parallel["mask_token_id"] = next((config[n] for n in layouts.MASK_TOKENS if config.get(n) is not None), None)
         own |= {"mask_hidden": own["mask_hidden"].flatten()} if "mask_hidden" in own else {}
     biased = bool(layer.get("attention_bias")) or any(f"midlayer.self_attn.{name}_proj.bias" in own for name in "qkv")
+    layers = 1 + max(int(found[1]) for name in ["layers.0.", *own] if (found := re.match(r"layers\.(\d+)\.", name)))
+    if speculators or parallel:  # others may state their target's number
+        layers = max(layers, _number(layer, "num_hidden_layers", 1))
     shape = EagleConfig(
         version,
         "own" if "lm_head.weight" in own and version == 3 else "shared",
@@ -222,6 +225,7 @@ def _eagle(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
         own_embeddings="embed_tokens.weight" in own,
         target_hidden_size=reads if reads != width else None,
         **parallel,
+        num_layers=layers,
     )
     with torch.device("meta"):
         wanted = {name: tuple(weight.shape) for name, weight in Eagle(shape).state_dict().items()}

@@ -63,6 +63,7 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
     if source.target is not None and to != "speculators":
         _check_embeddings(eagle, source.target, to)
     architecture, layer = layouts.EAGLE[0 if c.parallel else c.version, to]
+    layer = "layers.0." if c.num_layers > 1 else layer
     tensors = {n.replace("midlayer.", layer): w for n, w in source.weights.items() if n != "draft_vocab"}
     parallel: dict[str, Any] = {}
     if c.parallel:
@@ -71,7 +72,7 @@ def _eagle(source: ExportSource, eagle: Eagle, to: str, served_target: str, spec
     dtype = str(source.dtype).removeprefix("torch.")
     llama = {
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": c.num_layers,
         **{name: getattr(c, name) for name in SIZES},
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,

@@ -47,7 +47,7 @@ def in_a_graph(step, device):
     """``step``, in a CUDA graph where there is one: each call replays it."""
     if device.type != "cuda":
         return step
-    from draftsmith.kernels.measured import no_collection
+    from draftsmith.common.command import no_collection
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.kernels.shortlist_linear import _tokens, shortlist_logits_reference
+from draftsmith.kernels.shortlist_linear import _tokens
 
 
 def head_topk_reference(
@@ -23,6 +23,12 @@ def head_argmax_reference(features: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     """The definition of :func:`head_argmax`."""
     logits = F.linear(features.float(), weight.float()).to(features.dtype).float()
     return logits.masked_fill(logits.isnan(), torch.inf).max(-1)
+
+
+def shortlist_logits_reference(features: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    """The definition of :func:`shortlist_logits`."""
+    logits = features.float() @ weight[rows.clamp(min=0)].float().transpose(1, 2)
+    return logits.masked_fill((rows < 0)[:, None], float("-inf"))
 
 
 def shortlist_topk_reference(

@@ -4,16 +4,11 @@ device/test_shortlist_kernel.py."""
 import pytest
 import torch
 from bounds import assert_within, product_bound
-from references import shortlist_topk_reference
+from references import shortlist_logits_reference, shortlist_topk_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.kernels import cpu, shortlist_linear
-from draftsmith.kernels.shortlist_linear import (
-    pack_shortlist,
-    shortlist_logits,
-    shortlist_logits_reference,
-    shortlist_topk,
-)
+from draftsmith.kernels.shortlist_linear import pack_shortlist, shortlist_logits, shortlist_topk
 
 DTYPES = [torch.float32, torch.bfloat16]
 

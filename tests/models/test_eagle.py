@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from draftsmith.inference.engine.runner import Runner, engine_attention, joined_
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.models import unrolled
 from draftsmith.models.dflash import DFlash
-from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, marked_places
-from draftsmith.models.unrolled import block_mask, dense_mask, unrolled_attention
+from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture
+from draftsmith.models.unrolled import block_mask, dense_mask, marked_places, unrolled_attention
 
 KINDS = {
     "eagle-1": (1, "shared", {}),
@@ -25,6 +26,8 @@ KINDS = {
     "fc norms": (3, "shared", {"fc_norm": True}),
     "imported": (3, "own", {"norm_before_residual": True, "attention_bias": True, "own_embeddings": True}),
     "p-eagle": (3, "own", {"parallel": 4, "fc_norm": True}),
+    "three layers": (3, "own", {"num_layers": 3, "norm_before_residual": True, "attention_bias": True}),
+    "p-eagle, two layers": (3, "own", {"parallel": 4, "num_layers": 2}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 STEPS = 4
@@ -41,10 +44,10 @@ def make_eagle(target, kind="eagle-3", **fields):
 
 
 class OneByOne:
-    """A drafter's layer on a cache, one pair at a time, by its formula in the docstring of models/eagle.py."""
+    """A drafter's layers on a cache, one pair at a time, by their formula in the docstring of models/eagle.py."""
 
     def __init__(self, eagle):
-        self.eagle, self.keys, self.values = eagle, [], []
+        self.eagle, self.keys, self.values = eagle, defaultdict(list), defaultdict(list)
 
     def norm(self, x, module):
         return x / (x.pow(2).mean(-1, keepdim=True) + self.eagle.config.rms_norm_eps).sqrt() * module.weight
@@ -68,26 +71,34 @@ class OneByOne:
         else:
             x = torch.cat((self.norm(e, layer.input_layernorm), self.norm(g, layer.hidden_norm)))
             residual = self.norm(g, layer.hidden_norm) if c.norm_before_residual else g
+        out = self.layer(layer, x, residual, position)
+        for number in range(1, c.num_layers):
+            layer = self.eagle.layers[str(number)]
+            out = self.layer(layer, self.norm(out, layer.input_layernorm), out, position)
+        if c.version == 1:
+            return out, out
+        normed = self.norm(out, self.eagle.norm)
+        return normed, normed if c.norm_output else out
+
+    def layer(self, layer, x, residual, position):
+        """The output of a layer, from the input of q, k and v."""
+        c = self.eagle.config
         parts = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
         biases = [part.bias if c.attention_bias else 0 for part in parts]
         q, k, v = ((part.weight @ x + bias).view(-1, c.head_dim) for part, bias in zip(parts, biases, strict=True))
         angles = self.eagle.rotary.inv_freq.float().repeat(2) * position  # transformers rotates by float32 angles
         cos, sin = angles.cos()[None].to(x.dtype), angles.sin()[None].to(x.dtype)
         q, k = (part[0] for part in apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=0))
-        self.keys.append(k)
-        self.values.append(v)
-        shared = len(q) // len(k)
+        self.keys[layer].append(k)
+        self.values[layer].append(v)
+        shared, mine = len(q) // len(k), (self.keys[layer], self.values[layer])
         heads = []
         for head, query in enumerate(q):
-            keys, values = (torch.stack([part[head // shared] for part in kept]) for kept in (self.keys, self.values))
+            keys, values = (torch.stack([part[head // shared] for part in kept]) for kept in mine)
             heads.append(torch.softmax(keys @ query / c.head_dim**0.5, 0) @ values)
         out = residual + layer.self_attn.o_proj.weight @ torch.cat(heads)
         x, mlp = self.norm(out, layer.post_attention_layernorm), layer.mlp
-        out = out + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
-        if c.version == 1:
-            return out, out
-        normed = self.norm(out, self.eagle.norm)
-        return normed, normed if c.norm_output else out
+        return out + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
 
 
 def same(found, wanted):

@@ -39,6 +39,8 @@ FORMS = {  # name: version, projection, draft vocabulary, options of Eagle.for_t
     "biases": (3, "own", 512, {"attention_bias": True}, "float32"),
     "one pass": (3, "shared", 512, {"fc_norm": True, "norm_output": True, "parallel": 4}, "bfloat16"),
     "one pass, all tokens": (3, "own", None, {"norm_before_fc": True, "parallel": 2}, "float32"),
+    "one pass, three layers": (3, "own", 512, {"num_layers": 3, "parallel": 4}, "float32"),
+    "layers": (3, "shared", 300, {"num_layers": 2, "norm_output": True}, "bfloat16"),
 }
 HEADS = {"shared rows": ("shared", 300), "shared": ("shared", None), "own": ("own", None), "own rows": ("own", 300)}
 
@@ -87,6 +89,7 @@ EAGLE3 = {f"midlayer.{name}" for name in LAYER | {"input_layernorm.weight", "hid
 EAGLE3 |= {"fc.weight", "norm.weight", "lm_head.weight"}
 MAPS, IDS = {"d2t", "t2d"}, "eagle_aux_hidden_state_layer_ids"
 SPECULATORS = {name.replace("midlayer", "layers.0") for name in EAGLE3} | {"embed_tokens.weight"}
+FURTHER = [{f"layers.{n}.{name}" for name in LAYER | {"input_layernorm.weight"}} for n in (1, 2)]
 EAGLE1 = {f"layers.0.{name}" for name in LAYER} | {"fc.weight"}
 FC_NORMS, DEFAULT = {f"fc_norm.{i}.weight" for i in range(3)}, {"rope_type": "default", "rope_theta": 100000.0}
 BLOCKS = [(head, layer, kind) for head in range(3) for layer in range(2) for kind in ("weight", "bias")]
@@ -126,6 +129,10 @@ FOLDERS = [  # form, format, all tensors, some fields; None: there is no such fi
         "pard_token": None, "norm_before_residual": False,
         "speculators_config": {**SPECULATORS_CONFIG, "algorithm": "peagle", "verifier": VERIFIER},
     }),
+    ("one pass, three layers", "vllm", (SPECULATORS - {"embed_tokens.weight"}).union(*FURTHER, MAPS, {"mask_hidden"}), {
+        "num_hidden_layers": 3, "num_lookahead_tokens": 4,
+    }),
+    ("layers", "speculators", SPECULATORS | FURTHER[0] | MAPS, {"norm_output": True}),
     ("EAGLE-1", "sglang", EAGLE1 | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"]}),
     ("EAGLE-1 without a bias", "sglang", EAGLE1 | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"]}),
     ("EAGLE-1 without a bias", "vllm", EAGLE1, {"architectures": ["LlamaForCausalLM"]}),
@@ -526,6 +533,8 @@ REFUSALS = [
     ("heads, own", "openvino", "", "openvino runs none"),
     ("heads, own", "sglang", "", "sglang runs none"),
     ("heads, shared", "speculators", "", "speculators runs none"),
+    ("layers", "sglang", "", "it has 2 layers: sglang runs one; use --to vllm"),
+    ("layers", "openvino", "", "it has 2 layers: openvino runs one; use --to vllm"),
     ("one pass", "sglang", "", "sglang drafts its tokens one by one; use --to vllm"),
     ("one pass", "speculators", "", "it has fc_norm, which speculators and vLLM leave out of P-EAGLE's folders"),
     ("one pass", "vllm", "--speculative-tokens 5", "--speculative-tokens 5: the drafter drafts 4 in a pass"),

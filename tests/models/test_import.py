@@ -119,6 +119,15 @@ FORMATS = {
         {"parallel": 5, "mask_token_id": 9, "captured_layers": (2, 4, 7), "own_embeddings": True,
          "norm_before_residual": False, "rope_parameters": LLAMA3},
     ),
+    "P-EAGLE of four layers": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S, "pard_token": 7,
+         "num_hidden_layers": 4, "norm_before_residual": False},
+        "layers.0.", {"mask": True, "layers": 4}, {"parallel": 8, "mask_token_id": 7, "num_layers": 4},
+    ),
+    "EAGLE-3 of two layers": (
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": S},
+        "midlayer.", {"layers": 2}, {"num_layers": 2},
+    ),
 }  # fmt: skip
 
 
@@ -139,6 +148,7 @@ def tensors_of(
     qkv_bias=False,
     embed="",
     mask=False,
+    layers=1,
 ):
     """A published drafter's tensors, random. ``heads``: width of a head. ``outputs``: rows of the LM head. ``mask``: of
     P-EAGLE."""
@@ -150,6 +160,10 @@ def tensors_of(
     shapes |= {"mlp.down_proj": (width, INNER), "post_attention_layernorm": (width,)}
     shapes |= {"input_layernorm": (width,), "hidden_norm": (width,)} if version == 3 else {}
     tensors = {f"{prefix}{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    shapes |= {f"self_attn.{name}_proj": (count, width) for name, count in rows.items()}
+    for number in range(1, layers):
+        own = [name for name in shapes if name != "hidden_norm"]
+        tensors |= {f"layers.{number}.{name}.weight": torch.randn(shapes[name]) * 0.3 for name in own}
     if qkv_bias:
         tensors |= {f"{prefix}self_attn.{n}_proj.bias": torch.randn(rows[n]) for n in rows}
     tensors["fc.weight"] = torch.randn(width, 3 * D if version == 3 else 2 * D) * 0.3
@@ -381,14 +395,14 @@ def without(name):
         (
             "P-EAGLE",
             tensor("layers.1.mlp.up_proj.weight", lambda _: torch.zeros(1)),
-            "'layers.1.mlp.up_proj.weight' is",
+            "'layers.1.input_layernorm.weight' is missing",
         ),
         ("P-EAGLE", field(num_lookahead_tokens="5"), "field 'num_lookahead_tokens' is '5'; it has to be a whole num"),
         ("P-EAGLE of speculators", without("mask_hidden"), "'mask_hidden' is missing"),
         (
             "ModelOpt",
             tensor("layers.1.mlp.up_proj.weight", lambda _: torch.zeros(1)),
-            "'layers.1.mlp.up_proj.weight' i",
+            "'layers.1.input_layernorm.weight' is missing",
         ),
         ("EAGLE-1", tensor("layers.0.self_attn.o_proj.bias", lambda _: torch.zeros(D)), "o_proj.bias' is a tensor"),
         ("EAGLE-1 of Qwen2", without("layers.0.self_attn.k_proj.bias"), "k_proj.bias' is missing"),

@@ -20,9 +20,13 @@ KINDS = {
     "shared": {"version": 3, "projection": "shared", "norm_before_fc": True},
     "normed": {"version": 3, "projection": "own", "norm_output": True, "fc_norm": True},
     "imported": {"version": 3, "projection": "own"} | dict.fromkeys(IMPORTED, True),
+    "layers": {"version": 3, "projection": "own", "num_layers": 3},
 }
 
-PARALLEL = {"parallel": {"version": 3, "projection": "own", "parallel": 3}}  # P-EAGLE
+PARALLEL = {  # P-EAGLE
+    "parallel": {"version": 3, "projection": "own", "parallel": 3},
+    "parallel layers": {"version": 3, "projection": "own", "parallel": 3, "num_layers": 2},
+}
 
 
 def untrained(target: Target, kind: str = "eagle3", draft_vocab: bool = False, spread: float = 0.2) -> Eagle:

@@ -36,40 +36,49 @@ def read_back(folder: Path, features: Tensor, tokens: Tensor, embed: nn.Module, 
     llama = LlamaConfig(**config.get("transformer_layer_config", config))
     rotary = LlamaRotaryEmbedding(llama)
     w = {name: t.float() if t.is_floating_point() else t for name, t in load_file(folder / "model.safetensors").items()}
-    layer = "midlayer." if "midlayer.mlp.up_proj.weight" in w else "layers.0."
+    first = "midlayer." if "midlayer.mlp.up_proj.weight" in w else "layers.0."
+    further = [name.removesuffix("mlp.up_proj.weight") for name in w if name.endswith("mlp.up_proj.weight")]
+    further = sorted(each for each in further if each != first)
     v3, width, heads = "norm.weight" in w, llama.head_dim, llama.num_attention_heads
-    keys, values = torch.empty(0, heads, width), torch.empty(0, heads, width)
+    kept = {each: (torch.empty(0, heads, width),) * 2 for each in (first, *further)}
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + llama.rms_norm_eps).rsqrt() * w[f"{name}.weight"]
 
     def apply(name: str, x: Tensor) -> Tensor:
-        return F.linear(x, w[f"{layer}{name}.weight"], w.get(f"{layer}{name}.bias"))
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     def turn(x: Tensor, start: int) -> Tensor:  # [N, heads, D]
         cos, sin = rotary(x, torch.arange(start, start + len(x))[None])
         left, right = x.split(width // 2, -1)
         return x * cos[0, :, None] + torch.cat((-right, left), -1) * sin[0, :, None]
 
-    def run(e: Tensor, g: Tensor) -> Tensor:  # the layer on N pairs that follow those before: [N, d] each
-        nonlocal keys, values
-        start, repeats = len(keys), heads // llama.num_key_value_heads
+    def run(e: Tensor, g: Tensor) -> Tensor:  # the layers on N pairs that follow those before: [N, d] each
         if v3:
-            normed = norm(g, f"{layer}hidden_norm")
-            x = torch.cat((norm(e, f"{layer}input_layernorm"), normed), -1)
-            residual = normed if config["norm_before_residual"] else g
+            normed = norm(g, f"{first}hidden_norm")
+            x = torch.cat((norm(e, f"{first}input_layernorm"), normed), -1)
+            out = run_layer(first, x, normed if config["norm_before_residual"] else g)
         else:
-            x = residual = F.linear(torch.cat((e, g), -1), w["fc.weight"], w.get("fc.bias"))
-        q, k, v = (apply(f"self_attn.{n}_proj", x).unflatten(-1, (-1, width)) for n in "qkv")
+            x = F.linear(torch.cat((e, g), -1), w["fc.weight"], w.get("fc.bias"))
+            out = run_layer(first, x, x)
+        for layer in further:
+            out = run_layer(layer, norm(out, f"{layer}input_layernorm"), out)
+        return out
+
+    def run_layer(layer: str, x: Tensor, residual: Tensor) -> Tensor:
+        keys, values = kept[layer]
+        start, repeats = len(keys), heads // llama.num_key_value_heads
+        q, k, v = (apply(f"{layer}self_attn.{n}_proj", x).unflatten(-1, (-1, width)) for n in "qkv")
         keys = torch.cat((keys, turn(k, start).repeat_interleave(repeats, 1)))
         values = torch.cat((values, v.repeat_interleave(repeats, 1)))
+        kept[layer] = keys, values
         scores = torch.einsum("nhd,mhd->hnm", turn(q, start), keys) * width**-0.5
-        unseen = torch.ones(len(e), len(keys), dtype=torch.bool).triu(start + 1)
+        unseen = torch.ones(len(x), len(keys), dtype=torch.bool).triu(start + 1)
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
-        out = residual + apply("self_attn.o_proj", torch.einsum("hnm,mhd->nhd", weights, values).flatten(1))
-        x = norm(out, f"{layer}post_attention_layernorm")
+        out = residual + apply(f"{layer}self_attn.o_proj", torch.einsum("hnm,mhd->nhd", weights, values).flatten(1))
+        x, mlp = norm(out, f"{layer}post_attention_layernorm"), f"{layer}mlp."
         return out + apply(
-            "mlp.down_proj", ACT2FN[llama.hidden_act](apply("mlp.gate_proj", x)) * apply("mlp.up_proj", x)
+            f"{mlp}down_proj", ACT2FN[llama.hidden_act](apply(f"{mlp}gate_proj", x)) * apply(f"{mlp}up_proj", x)
         )
 
     def fuse(g: Tensor) -> Tensor:

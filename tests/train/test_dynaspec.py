@@ -168,12 +168,12 @@ def drafted(made, target, text, t, depths):
     for k in range(depths):
         e = target.embeddings(torch.tensor([token for token, _ in pairs]))
         x, residual = made.attention_input(e[None], torch.stack([hidden for _, hidden in pairs])[None])
-        q, (keys, values) = made.heads(x, *made.rotary(x, torch.arange(len(pairs))[None]))
+        q, (keys, values) = made.midlayer.heads(x, *made.rotary(x, torch.arange(len(pairs))[None]))
         shared = config.num_attention_heads // config.num_key_value_heads
         keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
         scores = q @ keys.mT / config.head_dim**0.5
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-        out, hidden = made.outputs(made.finish(scores.softmax(-1) @ values, residual))
+        out, hidden = made.outputs(made.midlayer.finish(scores.softmax(-1) @ values, residual))
         found.append((pairs[-1][1], head(out[0, -1])))
         if t + 2 + k < len(text):
             pairs.append((int(text[t + 2 + k]), hidden[0, -1]))

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
 from draftsmith.kernels.soft_loss import ETA, LOSSES, Teacher
-from draftsmith.models.artifact import write_drafter
+from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.serving import to_servers
@@ -352,6 +352,24 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
     said = train.refused("z", *FURTHER, f"init_from={further}")
     assert said == f"error: init_from={further}: it drafts in one pass; set drafter.one_pass=true\n"
     assert "keep_depths is for one_pass" in train.refused("z", *FURTHER, "drafter.keep_depths=0.7")
+
+
+def test_further_layers_begin_as_if_they_were_not_there(train):
+    """Behind the layer of an EAGLE-3 drafter, in one pass, too: its drafts are the same. Then they train."""
+    first = train("one-layer", *FURTHER)
+    own = [*FURTHER, f"init_from={first}", "drafter.num_layers=3"]
+    further = train("three-layers", *own, "drafter.one_pass=true", "stages.0.optim.lr=1e-9")
+    one, two = (Eagle.from_artifact(*read_drafter(str(folder))[1:], "") for folder in (first, further))
+    assert (two.config.num_layers, two.config.parallel) == (3, STEPS)
+    torch.manual_seed(0)
+    read = 32 * (1 + len(one.config.captured_layers))
+    given = torch.randn(1, 8, read), torch.nn.Embedding(300, 32), torch.randint(5, 60, (1, 8)), 1
+    torch.testing.assert_close(*(next(eagle.unroll(*given)) for eagle in (one, two)), atol=1e-5, rtol=0)
+    trained = load_file(train("trained", *own) / "model.safetensors")
+    assert all(trained[f"layers.{n}.{name}_proj.weight"].any() for n in (1, 2) for name in ("self_attn.o", "mlp.down"))
+    refused = train.refused("z", *FURTHER, f"init_from={further}", "drafter.one_pass=true", "drafter.num_layers=2")
+    assert refused.endswith("its num_layers is 3, the recipe's 2; set drafter.num_layers\n")
+    assert "num_layers is for version 3" in train.refused("z", *FURTHER, "drafter={version: 1, num_layers: 2}")
 
 
 def test_visits_go_on_after_a_stop(train, monkeypatch):

@@ -29,6 +29,11 @@ class EagleSection(Section):
     intermediate_size: int | None = Field(
         default=None, ge=1, le=1 << 20, description="of the MLP; null: the target's, or that of init_from"
     )
+    num_layers: Layers | None = Field(
+        default=None,
+        description="version 3: layers of the drafter, of which those behind the first one begin as if they were not "
+        "there; published P-EAGLE drafters have four; null: 1, or those of init_from, which may have fewer",
+    )
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
     norm_output: bool = Field(default=False, description="a draft continues with the normed hidden state (EAGLE-3.1)")
@@ -79,6 +84,8 @@ class EagleSection(Section):
             raise ValueError("one_pass is for version 3, and for at least two steps (unroll)")
         if self.keep_depths < 1 and not self.one_pass:
             raise ValueError("keep_depths is for one_pass: each step of training-time test needs the one before")
+        if self.version == 1 and (self.num_layers or 1) > 1:
+            raise ValueError("num_layers is for version 3: EAGLE-1 has one layer")
         if self.replay and (self.version == 1 or self.unroll < 2):
             raise ValueError("replay is for version 3, and for at least two steps (unroll)")
         if self.version == 3 and not self.bias:
@@ -104,7 +111,8 @@ class EagleSection(Section):
     def options(self) -> dict[str, Any]:
         """Of :class:`~draftsmith.models.eagle.EagleConfig`."""
         norms = {name: getattr(self, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-        return {**norms, "fc_bias": self.bias, "parallel": self.unroll if self.one_pass else 0}
+        own = {"num_layers": self.num_layers or 1, "parallel": self.unroll if self.one_pass else 0}
+        return {**norms, "fc_bias": self.bias, **own}
 
 
 class EagleRecipe(DrafterRecipe):

@@ -81,11 +81,8 @@ class LmStage(Stage):
 
 
 class LmRecipe(TrainingRecipe):
-    tiny: ClassVar[dict[str, Any]] = {  # another tokenizer has more entries
-        "init_from": None,
-        "tokenizer": None,
-        "evaluate": TINY_EVALUATE,
-    }
+    # Another tokenizer has more entries.
+    tiny: ClassVar[dict[str, Any]] = {"init_from": None, "tokenizer": None, "evaluate": TINY_EVALUATE}
 
     model: Model
     init_from: Name | None = Field(default=None, description="a folder whose weights and tokenizer to begin with")

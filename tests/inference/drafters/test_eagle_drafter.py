@@ -125,30 +125,31 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
 
 
 @pytest.mark.parametrize("path", ["plain", "kernels"])
-def test_other_ways_to_run_the_layer_of_an_imported_drafter(make_target, monkeypatch, path):
+@pytest.mark.parametrize("kind", ["imported", "layers"])
+def test_other_ways_to_run_the_layers(make_target, monkeypatch, kind, path):
     """Without tree attention as a kernel, and by the kernels that a GPU has, here by their definitions."""
     if path == "plain":
         monkeypatch.setattr(eagle_layer, "runs_kernel", lambda *_: False)
     else:
         monkeypatch.setattr(eagle_layer, "why_not_triton", lambda *_: None)
     target = suite.phrases(make_target)
-    drafter = Checked(fitted(target, make_target, "imported"), target, TREES["sparse"])
+    drafter = Checked(fitted(target, make_target, kind), target, TREES["sparse"])
     serve(target, drafter, count=9)
     assert drafter.layer.native is None and drafter.seen["depth 2"], drafter.seen
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 512])
-def test_prompts_in_chunks(make_target, monkeypatch, chunk):
+@pytest.mark.parametrize(("kind", "chunk"), [("eagle3", 1), ("eagle3", 3), ("eagle3", 512), ("layers", 3)])
+def test_prompts_in_chunks(make_target, monkeypatch, kind, chunk):
     """A chunk's last feature is paired with the next chunk's first token."""
     monkeypatch.setattr(prompts_module, "PREFILL_CHUNK", chunk)
     target = suite.phrases(make_target)
-    drafter = Checked(fitted(target, make_target), target, TREES["sparse"])
+    drafter = Checked(fitted(target, make_target, kind), target, TREES["sparse"])
     serve(target, drafter, count=6)
     assert (drafter.seen["later chunk"] > 0) == (chunk < 512)
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "layers"])
 def test_prompts_that_begin_with_a_text_before(make_target, kind, static):
     """Neither the feature before the first token that is read nor the pairs of the others are asked for again."""
     target = suite.phrases(make_target)

@@ -66,9 +66,8 @@ class Within(Keeps):
         out = super()._run(level, tokens, hidden, lengths, fixed)
         assert self.window is not None
         other, left_out = copy(self.layer), self.window.left_out.tolist()
-        storage = torch.stack((self.layer.keys, self.layer.values))
-        other.keys, other.values = storage
-        other.both = storage.permute(1, 3, 0, 2, 4)
+        other.storage = self.layer.storage.clone()
+        other.both = other.view(0, other.capacity)[0]
         for row, count in enumerate(left_out):
             other.both[row, :, 0] = rotated(self.layer.both[row, :, 0], -count)
         again = other.run(level, tokens, given, self.window.after(lengths), self.plans, fixed)

@@ -2,6 +2,7 @@
 family's folder, calibration and simulated τ."""
 
 import copy
+import itertools
 import json
 
 import lossless_suite as suite
@@ -62,12 +63,14 @@ class Checked(KeepsTexts, ParallelEagleDrafter):
         self.seen.update(int(verdict.length[row]) for row in self.texts)
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("tree", TREES)
-def test_the_engines_logits_are_the_training_forwards(make_target, tree, static):
+@pytest.mark.parametrize(
+    ("kind", "tree", "static"),
+    [*itertools.product(["parallel"], TREES, [False, True]), ("parallel layers", "sparse", False)],
+)
+def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, static):
     """In rows of different lengths that are refilled."""
     target = suite.phrases(make_target)
-    drafter = Checked(fitted(target, make_target, "parallel"), target, TREES[tree])
+    drafter = Checked(fitted(target, make_target, kind), target, TREES[tree])
     prompts = [start * (1 + number % 3) for number, start in enumerate(STARTS)]
     requests = [Request(prompt, 30 - 3 * number, stop_ids=NONE) for number, prompt in enumerate(prompts)]
     results = SpeculativeDecoder(target, drafter, static=static).serve(requests, 3)

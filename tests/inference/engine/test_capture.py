@@ -15,6 +15,7 @@ from eagles import untrained
 from lossless_suite import CaptureSimulation, caches, simulate_capture
 from tiny_models import PATHS, RATES, SPARSE, noisy_heads, random_shortlists
 
+from draftsmith.common.command import no_collection
 from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
@@ -33,7 +34,6 @@ from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology
 from draftsmith.inference.verify.verify import MODES, Mode
 from draftsmith.kernels import cpu, linear
-from draftsmith.kernels.measured import no_collection
 from draftsmith.models import lean, lean_from, medusa
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.shortlist import ShortlistConfig, ShortlistHead

@@ -618,7 +618,7 @@ def test_typical_acceptance_by_its_formula():
                 acceptance = float(above[tokens[row, at]])
                 fine &= acceptance > min(0.2, 0.45 * np.exp(-entropy))
                 score, at = score + np.log(acceptance), parents[at]
-            depth = topology.depths[node]
+            depth = len(topology.paths[node - 1]) if node else 0
             if fine and (depth, score if depth else 0.0) > best[:2]:
                 best = (depth, score, node)
         assert (int(verdict.length[row]), int(verdict.node[row])) == (best[0], best[2])

@@ -105,8 +105,7 @@ def test_order_of_nodes(paths):
     all_paths = [(), *tree.paths]
     assert set(tree.paths) == set(paths) and tree.num_nodes == len(paths) + 1
     assert tree.parents[0] == -1
-    for node, (path, above, depth) in enumerate(zip(all_paths, tree.parents, tree.depths, strict=True)):
-        assert depth == len(path)
+    for node, (path, above) in enumerate(zip(all_paths, tree.parents, strict=True)):
         if node:
             assert above < node and all_paths[above] == path[:-1]
     for node, path in enumerate(all_paths):
@@ -127,7 +126,7 @@ def test_static_tree():
     tree = StaticTree(topology.parents, torch.device("cpu")).fill(tokens)
     assert tree.tokens is tokens
     assert tree.parent.tolist() == [topology.parents] * 2 and tree.parent.dtype == torch.int32
-    assert tree.depth.tolist() == [topology.depths] * 2
+    assert tree.depth.tolist() == [[0, *map(len, topology.paths)]] * 2
     assert bool(tree.valid.all()) and tree.valid.shape == (2, 8)
     paths = [(), *topology.paths]
     wanted = [[path[: len(above)] == above for above in paths] for path in paths]

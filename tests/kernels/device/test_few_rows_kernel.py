@@ -6,10 +6,10 @@ from bounds import assert_within, product_bound, sum_bound
 from cases import DTYPES, in_a_graph, spread
 from torch import nn
 
+from draftsmith.common.command import no_collection
 from draftsmith.kernels import linear as linears
 from draftsmith.kernels.few_rows import FewRowsForm, few_rows_product, few_rows_reference, part_length, sum_parts
 from draftsmith.kernels.linear import apply_linear, partial_buffer, partial_product, product
-from draftsmith.kernels.measured import no_collection
 
 FORMS = [  # rows, inputs, outputs, form
     (1, 64, 8, FewRowsForm("vector", 8, 64, 1, 4, 1)),

@@ -4,18 +4,13 @@ import pytest
 import torch
 from bounds import assert_within, product_bound
 from cases import DTYPES, in_a_graph, spread
-from references import shortlist_topk_reference
+from references import shortlist_logits_reference, shortlist_topk_reference
 from tiny_models import random_shortlists, random_starts
 
 from draftsmith.inference.drafters.shortlists import Shortlists
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.head_topk import tokens_at
-from draftsmith.kernels.shortlist_linear import (
-    pack_shortlist,
-    shortlist_logits,
-    shortlist_logits_reference,
-    shortlist_topk,
-)
+from draftsmith.kernels.shortlist_linear import pack_shortlist, shortlist_logits, shortlist_topk
 from draftsmith.models.shortlist import ShortlistConfig
 
 PLAIN = why_not_triton(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")) is not None
