@@ -52,7 +52,15 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         slots = source.drafter.config.block_size
         vllm += f"\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
         vllm += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
-        return "vLLM and SGLang", method, vllm
+        if source.drafter.draft_vocab is not None and source.has_draft_vocab(to):
+            return "vLLM and SGLang", method, vllm
+        # llama.cpp's converter knows no draft vocabulary.
+        vllm += f"\npython convert_hf_to_gguf.py DRAFTER --target-model-dir {target} --outfile drafter.gguf"
+        vllm += f"\npython convert_hf_to_gguf.py {target} --outfile target.gguf"
+        vllm += (
+            f"\nllama-server -m target.gguf -md drafter.gguf --spec-type draft-dflash --spec-draft-n-max {slots - 1}"
+        )
+        return "vLLM, SGLang and llama.cpp", method, vllm
     if to == "openvino":
         # It takes what leaves a layer, and by default 2, n/2 and n − 3; its converter has no place for a list.
         convert = "optimum-cli export openvino --task text-generation-with-past --model"
@@ -78,7 +86,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
         dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
         commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"
-    if parallel:
+    if parallel or source.drafter.config.num_layers > 1:
         return "vLLM", method, vllm
     if version == 1:
         return ("SGLang", method, commands.lstrip()) if to == "sglang" else ("vLLM", method, vllm)
@@ -105,7 +113,8 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
         one_pass = source.drafter.config.parallel > 0
         what = "a P-EAGLE drafter" if one_pass else f"an EAGLE-{source.drafter.config.version} drafter"
         limit = f" and {source.drafter.config.max_position_embeddings:,} positions"
-        verified = "; servers verify chains." if one_pass else "; vLLM verifies chains, SGLang chains or trees."
+        chains = one_pass or source.drafter.config.num_layers > 1  # in vLLM alone
+        verified = "; servers verify chains." if chains else "; vLLM verifies chains, SGLang chains or trees."
         where += ". In OpenVINO keep to chains." if to == "openvino" else verified
     elif isinstance(source.drafter, DFlash):
         what = "a DFlash drafter"

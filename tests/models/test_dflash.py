@@ -297,11 +297,13 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     assert (config["block_size"], config["num_target_layers"], config["draft_vocab_size"]) == (4, 2, 240)
     assert weights.keys() == {*dflash.stored()} - {"draft_vocab"} | {"lm_head.weight", "d2t", "t2d"}
     assert torch.equal(weights["d2t"] + torch.arange(240), dflash.draft_vocab)
-    assert '"method": "dflash"' in (served / "README.md").read_text()
+    card = (served / "README.md").read_text()
+    assert '"method": "dflash"' in card and "llama-server" not in card, "its converter knows no draft vocabulary"
     assert difference(served, dflash, target) < 1e-4
     assert to_servers.export(open_source(str(tmp_path / "own"), "sglang"), "sglang", tmp_path / "all") == 0
     assert load_file(tmp_path / "all/model.safetensors").keys() == {*dflash.stored()} - {"draft_vocab"}
     assert "draft_vocab_size" not in json.loads((tmp_path / "all/config.json").read_text())
+    assert "-md drafter.gguf --spec-type draft-dflash --spec-draft-n-max 3" in (tmp_path / "all/README.md").read_text()
     swapped = {"layers.1.self_attn.q_norm.weight": weights["layers.1.self_attn.k_norm.weight"].clone()}
     save_file(weights | swapped, tmp_path / "model.safetensors")
     shutil.copy(served / "config.json", tmp_path)

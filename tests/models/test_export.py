@@ -403,12 +403,15 @@ def test_sglang_is_not_offered_for_norm_before_residual(drafter, tmp_path, run_m
     assert "sglang.launch_server" not in text and "not SGLang, which leaves out norm_before_residual" in text
 
 
-def test_the_card_of_p_eagle(drafter, tmp_path, run_main):
+def test_the_card_of_p_eagle_and_of_several_layers(drafter, tmp_path, run_main):
     """Where no chain was timed it drafts all tokens of a pass."""
     assert run_main(export.main, drafter("one pass"), "--to", "vllm", "--out", tmp_path)[0] == 0
     text = (tmp_path / "README.md").read_text()
     options = '{"method": "eagle3", "model": "DRAFTER", "num_speculative_tokens": 4, "parallel_drafting": true}'
     assert options in text and "a P-EAGLE drafter for" in text and "SGLang" not in text and "sglang" not in text
+    assert run_main(export.main, drafter("layers"), "--to", "vllm", "--out", tmp_path / "layers")[0] == 0
+    text = (tmp_path / "layers/README.md").read_text()
+    assert "an EAGLE-3 drafter for" in text and "SGLang" not in text and "sglang" not in text, "it runs one layer"
 
 
 @pytest.mark.parametrize(
