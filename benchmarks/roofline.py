@@ -171,8 +171,6 @@ def levels_of(ranks: Sequence[float], depth: int, most: int) -> list[torch.Tenso
 
 def plot(facts: dict[str, Any], path: Path) -> None:
     """Expected speed-up as a colour and chosen nodes as a number, by batch and length."""
-    from matplotlib import pyplot as plt
-
     with picture(path, 19, 4.6, len(facts["shapes"])) as axes:
         for axis, (name, cells) in zip(axes, facts["shapes"].items(), strict=True):
             grid = torch.full((len(LENGTHS), len(BATCHES)), torch.nan)
@@ -188,7 +186,7 @@ def plot(facts: dict[str, Any], path: Path) -> None:
             axis.set_xlabel("texts in the batch")
             axis.set_ylabel("cached tokens of each")
             axis.grid(False)
-            plt.gcf().colorbar(shown, ax=axis, label="expected speed over plain decoding (number: nodes)")
+            axis.figure.colorbar(shown, ax=axis, label="expected speed over plain decoding (number: nodes)")
 
 
 def plot_itself(facts: dict[str, Any], path: Path) -> None:

@@ -122,8 +122,8 @@ class EagleConfig:
         if self.parallel and (type(mask) is not int or not 0 <= mask < self.vocab_size):
             raise ValueError(f"field 'mask_token_id' is {mask!r}; it has to be a token of {self.vocab_size}")
         check_whole(self, ("num_layers",))
-        if self.num_layers > 1 and self.version == 1:
-            raise ValueError(f"field 'num_layers' is {self.num_layers}; EAGLE-1 has one layer")
+        if self.num_layers > (64 if self.version == 3 else 1):
+            raise ValueError(f"field 'num_layers' is {self.num_layers}; it has to be at most 64, of EAGLE-1 one")
         check_size(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -269,8 +269,8 @@ class _Layer(nn.Module):
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Keys]:
         """Rotated queries ``[B, H, T, D]``, and rotated keys and values, from the input ``[B, T, ·]`` of q, k and v."""
         own = self.self_attn
-        made = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (own.q_proj, own.k_proj, own.v_proj))
-        q, k, v = (each.transpose(1, 2) for each in made)
+        made = (linear(x) for linear in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in made)
         return rotate(q, cos, sin), (rotate(k, cos, sin), v)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
@@ -297,6 +297,9 @@ class Eagle(nn.Module):
         self.midlayer = _Layer(config)
         # By the numbers that published folders give them.
         self.layers = nn.ModuleDict({str(n): _Layer(config, first=False) for n in range(1, config.num_layers)})
+        for layer in self.all_layers[1:]:  # they add nothing at first
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
         self.norm = nn.RMSNorm(d, eps) if config.version == 3 else None
         self.input_norm = nn.RMSNorm(captured * read, eps) if config.norm_before_fc else None
         norms = (nn.RMSNorm(read, eps) for _ in range(captured))
@@ -328,9 +331,6 @@ class Eagle(nn.Module):
         eagle = cls(made).to(target.device)
         if eagle.norm is not None:
             nn.init.constant_(eagle.norm.weight, target.hidden_scale())  # as large as what its LM head reads
-        for layer in eagle.all_layers[1:]:
-            nn.init.zeros_(layer.self_attn.o_proj.weight)
-            nn.init.zeros_(layer.mlp.down_proj.weight)
         eagle._start_lm_head(target)
         return eagle
 

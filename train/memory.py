@@ -142,7 +142,9 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: float, given: b
     chunks = max(micro.logits(config.outputs) * (2 * SINGLE + 2 * micro.product), 3 * SINGLE * scores)
     teacher = n * (SINGLE * config.outputs + micro.target * config.feature_size)
     keys = config.num_layers * (SINGLE + micro.product) * shape[2]
-    layers = step + (steps - 1) * (SINGLE * d + keys) if recomputed else steps * step
+    # The first step's layers but the last one are not recomputed, since later steps need their keys.
+    kept_ones = (config.num_layers - 1) * layer(micro, shape, d, 0 if micro.cuda else 2)
+    layers = step + kept_ones + (steps - 1) * (SINGLE * d + keys) if recomputed else steps * step
     kept = n * (fused + layers + steps * read_out) + chunks + (micro.product * weights if narrow else 0)
     run = 0.0 if given else target_pass(target, micro)
     heads = SINGLE * config.outputs * d if config.projection == "own" else 0  # one for all steps

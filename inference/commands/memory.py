@@ -127,7 +127,9 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
             files = [file for file in folder.rglob("*.safetensors") if "checkpoints" not in file.parts]
             weights += 0 if models else sum(file.stat().st_size for file in files)
             pairs = tokens if cache is None else min(tokens, cache[1] + held)
-            keeps = config.get("drafter_type") in ("eagle", "dynaspec", "dflash")
+            if config.get("drafter_type") == "dynaspec":
+                config = json_object(folder / "drafter" / "config.json", "drafter config")
+            keeps = config.get("drafter_type") in ("eagle", "dflash")
             row += pairs * (config.get("num_layers", 1) if keeps else 0) * target.layers[-1]
         weights += sum(each.weights for each in models if each)
         row += tokens * sum(each.token for each in models if each)

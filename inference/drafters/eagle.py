@@ -207,7 +207,8 @@ class EagleDrafter(Drafter):
             paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
             if not self.layer.writes_alone:
-                self.layer.read(chunk.tokens[paired], before[paired], slots, [part for part in of_pairs if part.count])
+                own = chunk.tokens[paired], before[paired], chunk.rows[paired], slots
+                self.layer.read(*own, [part for part in of_pairs if part.count])
                 return
             pair = chunk.tokens[None, paired], before[None, paired], self.layer.table[slots][None]
             found = self.layer.keys_values(*pair)[0]

@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.inference.engine.prompts import Part, to_device
+from draftsmith.inference.engine.prompts import Part
+from draftsmith.inference.engine.runner import part_biases, segments_of
 from draftsmith.inference.trees.by_level import Hidden, LevelPass
 from draftsmith.kernels.attention_plan import Plans
 from draftsmith.kernels.backend import why_not_triton
 from draftsmith.kernels.linear import apply_linear
 from draftsmith.kernels.pair_input import pair_input
 from draftsmith.kernels.tree_attention import (
-    SegmentBias,
     TreeKeys,
     ancestor_mask,
     attention_items,
-    causal_bias,
     runs_kernel,
     tree_bias,
     tree_bias_one_row,
@@ -119,19 +118,21 @@ class EagleLayer:
         keys, values = both = self.storage[number]
         return both.permute(1, 3, 0, 2, 4), keys[:, :, :seen], values[:, :, :seen]
 
-    def read(self, tokens: Tensor, hidden: Tensor, slots: Tensor, parts: Sequence[Part]) -> None:
-        """Run pairs of prompts ``[n]``, ``[n, d]`` in these slots ``[n]``, one ``part`` after the other, of which
-        earlier pairs have been run."""
-        x, biases, rows = self._residual(tokens[None], hidden[None]), list[SegmentBias](), list[int]()
-        for part in parts:
-            bias = causal_bias(part.start, part.count, 0, x.dtype, x.device)
-            biases.append(SegmentBias(part.row, first := len(rows), first + part.count, bias))
-            rows += [part.row] * part.count
-        written = to_device([rows], x.device)
+    def read(self, tokens: Tensor, hidden: Tensor, rows: Tensor, slots: Tensor, parts: Sequence[Part]) -> None:
+        """Run pairs of prompts, ``[n]`` and ``[n, d]``, in these rows and slots ``[n]``: one part after the other, of
+        which earlier pairs have been run."""
+        x, seen = self._residual(tokens[None], hidden[None]), max(part.end for part in parts)
+        biases, segments = None, None
+        if self.kernel and not why_not_triton(self.storage):
+            segments = segments_of(parts, x.device)
+        else:
+            biases = {0: part_biases(parts, 0, x.dtype, x.device)}
         cos, sin = F.embedding(slots, self.table).view(1, len(slots), 2, 1, -1).unbind(2)
         for number, layer in enumerate(self.layers):
-            buffers, view = Buffers(layer, 1, len(slots), True), self.view(number, max(part.end for part in parts))
-            run_layer(layer, buffers, x, (written, slots[None]), view, (cos, sin), {0: biases}, None)
+            buffers = Buffers(layer, 1, len(slots), segments is None)
+            run_layer(
+                layer, buffers, x, (rows[None], slots[None]), self.view(number, seen), (cos, sin), biases, segments
+            )
 
     def keys_values(self, tokens: Tensor, hidden: Tensor, rotations: Tensor) -> Tensor:
         """K and V of pairs, ``[b, n, 2, G, D]``: nothing else of a one-layer drafter depends on them. ``rotations``:

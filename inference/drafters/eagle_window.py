@@ -23,14 +23,14 @@ from draftsmith.models.eagle import EagleConfig
 
 def check_selector(selector: Selector, config: EagleConfig) -> None:
     """Raise a ValueError unless an EAGLE drafter's cache can be this one."""
+    if config.num_layers > 1:
+        raise ValueError(
+            f"{selector.name}: an EAGLE drafter of {config.num_layers} layers keeps all pairs; leave it out"
+        )
     if not selector.sinks:
         raise ValueError(
             f"{selector.name}:{selector.entries}: an EAGLE drafter's layer reads prompts without queries to select by; "
             f"use streamingllm:{selector.entries}"
-        )
-    if config.num_layers > 1:
-        raise ValueError(
-            f"{selector.name}: an EAGLE drafter of {config.num_layers} layers keeps all pairs; leave it out"
         )
     if (kind := config.rope_parameters.get("rope_type")) in BY_LENGTH:
         raise ValueError(

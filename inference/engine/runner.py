@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from draftsmith.inference.engine.cache import KVCache
-from draftsmith.inference.engine.prompts import Chunk, to_device
+from draftsmith.inference.engine.prompts import Chunk, Part, to_device
 from draftsmith.kernels.attention_plan import Plan, Plans
 from draftsmith.kernels.backend import SAME_BITS, why_not_triton
 from draftsmith.kernels.step_attention import attend_tree
@@ -156,30 +156,16 @@ class Runner:
     ) -> tuple[Tensor, list[Tensor]]:
         """Run parts of prompts; earlier tokens of each have been run. ``observer`` is called in each layer, in their
         order, once its keys and values are in the cache; the rest is as in :meth:`forward`, for B = 1 and N = T."""
-        target, parts, firsts = self.target, chunk.parts, chunk.firsts
+        target, parts = self.target, chunk.parts
         biases, segments = None, None
         if self.kernel and not self.on_cpu and observer is None:
-            rows, starts, counts = zip(*parts, strict=True)
-            # An even number of each: whether addresses are multiples of 16 bytes is part of a kernel's key.
-            each = [[*values, 0][: len(parts) + len(parts) % 2] for values in (rows, starts, firsts[:-1], counts)]
-            by_part = to_device(each, target.device)[:, : len(parts)]
-            segments = Segments(by_part[0], by_part[1], by_part[2], by_part[3], max(counts))
+            segments = segments_of(parts, target.device)
         else:
-            biases = {window: self._part_biases(chunk, window) for window in self.windows}
+            biases = {window: part_biases(parts, window, target.dtype, target.device) for window in self.windows}
         positions, rows, tokens = (each[None] for each in (chunk.positions, chunk.rows, chunk.tokens))
         options: dict[str, Any] = {"biases": biases, "tree_keys": segments, "rows": rows, "observer": observer}
         reached = positions.clamp(max=self.last_position)
         return self.forward(tokens, reached, positions, max(part.end for part in parts), captures=captures, **options)
-
-    def _part_biases(self, chunk: Chunk, window: int) -> list[SegmentBias]:
-        """The masks of a chunk's parts; equal ones are one tensor."""
-        masks: dict[tuple[int, int], Tensor] = {}
-        found: list[SegmentBias] = []
-        for (row, start, count), (first, after) in zip(chunk.parts, itertools.pairwise(chunk.firsts), strict=True):
-            if (start, count) not in masks:
-                masks[start, count] = causal_bias(start, count, window, self.target.dtype, self.target.device)
-            found.append(SegmentBias(row, first, after, masks[start, count]))
-        return found
 
     def forward_nodes(
         self,
@@ -304,6 +290,28 @@ class Runner:
             _of_pass.reset(before_pass)  # masks of long prompts are large
         captured = [out.hidden_states[number].to(tokens.device) for number in captures]
         return out.last_hidden_state.to(tokens.device), captured
+
+
+def segments_of(parts: Sequence[Part], device: torch.device) -> Segments:
+    """Parts of prompts, one after the other in a pass, as kernels take them."""
+    rows, starts, counts = zip(*parts, strict=True)
+    firsts = itertools.accumulate(counts, initial=0)
+    # An even number of each: whether addresses are multiples of 16 bytes is part of a kernel's key.
+    each = [[*values, 0][: len(parts) + len(parts) % 2] for values in (rows, starts, [*firsts][:-1], counts)]
+    by_part = to_device(each, device)[:, : len(parts)]
+    return Segments(by_part[0], by_part[1], by_part[2], by_part[3], max(counts))
+
+
+def part_biases(parts: Sequence[Part], window: int, dtype: torch.dtype, device: torch.device) -> list[SegmentBias]:
+    """The masks of parts of prompts, one after the other in a pass; equal ones are one tensor."""
+    masks: dict[tuple[int, int], Tensor] = {}
+    found: list[SegmentBias] = []
+    firsts = itertools.accumulate((part.count for part in parts), initial=0)
+    for (row, start, count), first in zip(parts, firsts, strict=False):
+        if (start, count) not in masks:
+            masks[start, count] = causal_bias(start, count, window, dtype, device)
+        found.append(SegmentBias(row, first, first + count, masks[start, count]))
+    return found
 
 
 def joined_features(hidden: Tensor, captured: Sequence[Tensor]) -> Tensor:

@@ -356,7 +356,7 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
 
 def test_further_layers_begin_as_if_they_were_not_there(train):
     """Behind the layer of an EAGLE-3 drafter, in one pass, too: its drafts are the same. Then they train."""
-    first = train("one-layer", *FURTHER)
+    first = train("one-layer", *FURTHER, "drafter.intermediate_size=40")
     own = [*FURTHER, f"init_from={first}", "drafter.num_layers=3"]
     further = train("three-layers", *own, "drafter.one_pass=true", "stages.0.optim.lr=1e-9")
     one, two = (Eagle.from_artifact(*read_drafter(str(folder))[1:], "") for folder in (first, further))

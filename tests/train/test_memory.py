@@ -20,6 +20,11 @@ RECIPES = {
     "eagle-3": (eagle, {"version": 3, "unroll": 5}, ["drafter.draft_vocab_size=200"]),
     "eagle-3, the target's LM head": (eagle, {"version": 3, "unroll": 3, "projection": "shared"}, []),
     "eagle-3 of three layers": (eagle, {"version": 3, "unroll": 5, "num_layers": 3, "projection": "shared"}, []),
+    "eagle-3 of three layers, recomputed": (
+        eagle,
+        {"version": 3, "unroll": 5, "num_layers": 3, "draft_vocab_size": 200},
+        ["precision.gradient_checkpointing=true"],
+    ),
     "eagle-1": (eagle, {"version": 1}, []),
     "dflash": (dflash, {"block_size": 4, "num_layers": 2, "anchors": 32}, []),
     "medusa": (medusa, {"num_draft_heads": 4, "num_layers": 2}, []),

@@ -12,10 +12,12 @@ from lossless_suite import NONE, STARTS
 from draftsmith.inference.drafters import compressed
 from draftsmith.inference.drafters.compressed import Selector
 from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.eagle_window import check_selector
 from draftsmith.inference.drafters.names import folder_of, has_folder
 from draftsmith.inference.engine import prompts as prompts_module
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.trees.by_level import ALL_CACHED
+from draftsmith.models.eagle import EagleConfig
 
 SINKS, ENTRIES = 4, 14
 PROMPTS = [STARTS[0] * 4, STARTS[2], STARTS[5]]  # longer than the window, shorter than the sinks, and in between
@@ -126,6 +128,9 @@ def test_what_cannot_be_is_refused(pair, monkeypatch):
     target, whole = pair
     with pytest.raises(ValueError, match="snapkv:64: an EAGLE drafter's layer .* use streamingllm:64"):
         whole.with_tree((1,), selector=Selector("snapkv", 64))
+    several = EagleConfig(**{**whole.eagle.config.to_dict(), "num_layers": 2})
+    with pytest.raises(ValueError, match="snapkv: an EAGLE drafter of 2 layers keeps all pairs; leave it out"):
+        check_selector(Selector("snapkv", 64), several)
     monkeypatch.setitem(whole.eagle.config.rope_parameters, "rope_type", "dynamic")
     with pytest.raises(ValueError, match="sinks cannot be rotated"):
         EagleDrafter(whole.eagle, target, (1,), selector=Selector("streamingllm16", 64))

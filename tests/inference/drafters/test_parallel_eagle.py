@@ -65,7 +65,10 @@ class Checked(KeepsTexts, ParallelEagleDrafter):
 
 @pytest.mark.parametrize(
     ("kind", "tree", "static"),
-    [*itertools.product(["parallel"], TREES, [False, True]), ("parallel layers", "sparse", False)],
+    [
+        *itertools.product(["parallel"], TREES, [False, True]),
+        *itertools.product(["parallel layers"], ["sparse"], [False, True]),
+    ],
 )
 def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, static):
     """In rows of different lengths that are refilled."""

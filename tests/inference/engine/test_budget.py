@@ -349,7 +349,7 @@ def test_texts_do_not_depend_on_the_budget(make_target, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", [*TREES, "draft model", "merged"])
+@pytest.mark.parametrize("kind", [*TREES, "layers", "draft model", "merged"])
 def test_a_skipped_step_changes_no_later_draft(make_target, monkeypatch, kind, rows):
     """A drafter that was left out for some steps, in which others' nodes were accepted, too, drafts afterwards what it
     drafts if it ran in all of them."""
@@ -361,7 +361,8 @@ def test_a_skipped_step_changes_no_later_draft(make_target, monkeypatch, kind, r
             if one == "draft model":
                 drafter = draft_model_of(target)
             else:
-                drafter = EagleDrafter(fitted(target, make_target), target, TREES[one])
+                layers = "layers" if one == "layers" else "eagle3"
+                drafter = EagleDrafter(fitted(target, make_target, layers), target, TREES.get(one, TREES["sparse"]))
             if not lazy:
                 propose = drafter.propose
                 drafter.skip = lambda state: propose(replace(state, budget=None))
