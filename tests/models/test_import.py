@@ -381,6 +381,7 @@ def without(name):
     "name, change, message",
     [
         ("EAGLE-3", tensor("midlayer.mlp.down_proj.weight", lambda w: w.T), r"'midlayer.mlp.down_proj.weight' is \[48"),
+        ("P-EAGLE of four layers", field(num_hidden_layers=5), "'layers.4.input_layernorm.weight' is missing"),
         ("EAGLE-3", without("midlayer.mlp.up_proj.weight"), "'midlayer.mlp.up_proj.weight' is missing"),
         ("ModelOpt", without("layers.0.mlp.up_proj.weight"), "'layers.0.mlp.up_proj.weight' is missing"),
         ("EAGLE-3", without("norm.weight"), "'norm.weight' is missing"),
