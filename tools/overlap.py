@@ -33,8 +33,8 @@ from draftsmith.common.files import check_file, replacing, write_text
 from draftsmith.data import evaluation
 from draftsmith.data.evaluation import EvaluationPrompt
 from draftsmith.data.formats import Completion, Message, Turns, read_prompt, read_sample
+from draftsmith.data.passages import WORDS, passages, short_passages, text_hash, words_of
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
-from draftsmith.tools.passages import WORDS, passages, short_passages, text_hash, words_of
 
 ANSWERS_EVERY = 16  # the hashes of answers' passages that are kept are multiples of it
 _TENSORS = ("user_messages", "user_passages", "answer_passages")

@@ -40,7 +40,7 @@ if __name__ == "__main__":  # .types/ holds draftsmith/ with a link for each fol
 
 from draftsmith.common.command import CommandLine, run_command
 from draftsmith.common.files import json_object, read_text, write_json, write_text
-from draftsmith.tools.passages import passages
+from draftsmith.data.passages import passages
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("convert", "answers", "train", "calibrate", "decode", "same-bits", "curve", "pack")
