@@ -240,14 +240,11 @@ class Run(Generic[R]):
             folder, config, weights = read_drafter(self.start)
             check_target(folder, config, target)
             own = drafter.state_dict()
-            if (
-                "midlayer.mlp.up_proj.weight" in own
-            ):  # P-EAGLE may begin with an EAGLE-3 drafter, and that with fewer layers
-                there = [f"layers.{number}." for number in range(1, config.get("num_layers", 1))]
-                new = [
-                    n for n in own if n == "mask_hidden" or (n.startswith("layers.") and not n.startswith((*there,)))
-                ]
-                weights = {name: own[name] for name in new} | weights
+            if "midlayer.mlp.up_proj.weight" in own:
+                # P-EAGLE may begin with an EAGLE-3 drafter, which has no mask pair, and both with fewer layers.
+                further = (f"layers.{number}." for number in range(config.get("num_layers", 1), 64))
+                new = ("mask_hidden", *further)
+                weights = {name: own[name] for name in own if name.startswith(new)} | weights
             if "draft_vocab" not in own:  # check_init_from knows that no other weight depends on it
                 weights.pop("draft_vocab", None)
             if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):

@@ -206,7 +206,7 @@ class EagleDrafter(Drafter):
         if pairs:
             paired = to_device(pairs, self.device)
             slots = chunk.positions[paired] - 1
-            if not self.layer.writes_alone:
+            if not self.layer.one_layer:
                 own = chunk.tokens[paired], before[paired], chunk.rows[paired], slots
                 self.layer.read(*own, [part for part in of_pairs if part.count])
                 return
@@ -252,7 +252,7 @@ class EagleDrafter(Drafter):
             self.skipped = True
             return
         tokens, fused, missing = self._root_pairs(state, before)
-        if not self.layer.writes_alone:
+        if not self.layer.one_layer:
             self.plans = state.plans
             self._run(self.chains[tokens.shape[1] - 1], tokens, fused, before - missing)
             return

@@ -61,7 +61,7 @@ class _PairInput:
 class EagleLayer:
     """The layers, mostly one, with packed matrices of which the modules keep views, and their cache.
 
-    layer: the first one. writes_alone: it is the only one, so that K and V are functions of the pairs.
+    layer: the first one. one_layer: there is no other, so that K and V depend on nothing but their pair.
     pair_input, norm: EAGLE-3's input of its q, k and v, and the final norm; None of other drafters.
     table: rotary table as :meth:`draftsmith.models.lean.LeanDecoder.tables` has it: ``[positions, 2 · D]``.
     storage: the cache, ``[L, 2, B, G, S, D]``; keys, values: the first layer's.
@@ -91,7 +91,7 @@ class EagleLayer:
             attention = before, qkv, qkv_bias, None, out, None, None
             mlp = norm(module.post_attention_layernorm), gate_up, None, module.mlp.act_fn, down, None, None
             self.layers.append(Layer(*scores, *attention, *mlp, 1.0))
-        self.layer, self.writes_alone = self.layers[0], len(self.layers) == 1
+        self.layer, self.one_layer = self.layers[0], len(self.layers) == 1
 
     def allocate(self, rows: int, capacity: int, static: bool, positions: int | None = None) -> None:
         """Allocate the cache; ``static`` as :meth:`~draftsmith.inference.engine.protocol.Drafter.allocate`.

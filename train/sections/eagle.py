@@ -32,7 +32,7 @@ class EagleSection(Section):
     num_layers: Layers | None = Field(
         default=None,
         description="version 3: layers of the drafter, of which those behind the first one begin as if they were not "
-        "there; published P-EAGLE drafters have four; null: 1, or those of init_from, which may have fewer",
+        "there; published P-EAGLE drafters usually have four; null: 1, or those of init_from, which may have fewer",
     )
     norm_before_fc: bool = Field(default=False, description="a norm of the joined features before they are mixed")
     fc_norm: bool = Field(default=False, description="or one norm for each captured layer")
