@@ -57,6 +57,7 @@ from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle import EagleDrafter
+from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.trees.dynamic import DynamicShape
@@ -69,7 +70,7 @@ Tree = dict[str, tuple[Drafter, Mode]]  # by method
 
 def trees_of(name: str, drafter: Drafter, expansion: Sequence[int]) -> dict[str, Tree]:
     """The methods of a drafter's trees, by the name of drafter and tree."""
-    if not isinstance(drafter, EagleDrafter | DraftModelDrafter):
+    if not isinstance(drafter, EagleDrafter | DraftModelDrafter) or isinstance(drafter, ParallelEagleDrafter):
         return {name: {"coupled": (drafter, "sample"), "deterministic": (drafter, "mss")}}
     fixed: Tree = {
         "coupled": (drafter.with_tree(expansion), "sample"),

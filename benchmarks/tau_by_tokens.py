@@ -402,7 +402,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
             for axis in own:
                 axis.set_ylim(1, highest * 1.03)
             own[0].set_ylabel("τ, 95 % interval over prompts")
-            own[0].legend(frameon=False, fontsize=8)
+            own[-1].legend(frameon=False, fontsize=8)  # of one axis for all, this panel often has the lowest lines
             for row in rows:
                 values = list(enumerate(row["acceptance_by_position"]["in_steps"][ALL], 1))
                 points = [(k, each["value"], each["interval"]) for k, each in values if each["value"] is not None]
@@ -441,6 +441,8 @@ def main() -> None:
         trained[name] = options[found_by], found_by, training
     target = load_target_of(stored, args.target, device=choose_device(args.device), dtype=args.dtype)
     texts = texts_of(target, asked, args)
+    if args.nodes and len(texts.prompts) < 2:
+        raise ValueError("--nodes: trees are chosen on the other half of the prompts; give at least two prompts")
     rows: list[dict[str, Any]] = []
     for name, calibration in opened.items():
         folder, config, _ = stored[name]

@@ -41,13 +41,19 @@ def _begin(work: Callable[[Any], Any]) -> None:
     _work = work
 
 
-def _done(item: Any) -> Any:
+def or_error(work: Callable[[Any], Any], item: Any) -> Any:
+    """What ``work`` makes of an item, or its error that a person can correct, for the main process to raise, where it
+    is one line."""
     try:
-        return _work(item)
+        return work(item)
     except (ValueError, OSError) as error:
         if not (isinstance(error, OSError) or raised_by_us(error.__traceback__)):
             raise
-        return error  # raised in the main process, where it is one line
+        return error
+
+
+def _done(item: Any) -> Any:
+    return or_error(_work, item)
 
 
 def _result(waited: Future[Any]) -> Any:

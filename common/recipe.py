@@ -166,7 +166,9 @@ def _override(content: dict[str, Any], override: str, path: str) -> None:
         if last:
             node[at], _ = _yaml(value, where)
             return
-        node = node[at] if isinstance(node, list) else node.setdefault(part, {})
+        if not isinstance(node, list) and node.get(part) is None:  # a section that is left out, or null
+            node[part] = {}
+        node = node[at]
         if not isinstance(node, (dict, list)):
             raise ValueError(f"{where}: '{key}': '{short(part)}' is a value, not a section")
 

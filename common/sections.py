@@ -252,8 +252,7 @@ class Stage(Section):
 
     def with_rows(self, rows: int) -> Self:
         """The stage with steps in place of epochs, which are passes over so many rows."""
-        if self.epochs is None:
-            return self
+        assert self.epochs is not None
         steps = math.ceil(self.epochs * rows / self.batch.sequences)
         self._check_samples(steps, f"epochs={self.epochs:g} of {rows:,} rows", "epochs")
         return self.model_copy(update={"steps": steps, "epochs": None})

@@ -15,17 +15,20 @@ import torch
 from draftsmith.data.rows import Skipped
 
 
-def pack(documents: Sequence[Sequence[int]], length: int, separator: int) -> torch.Tensor:
+def pack(documents: Sequence[Sequence[int]], where: str, length: int, separator: int) -> torch.Tensor:
     """Join documents with ``separator`` and cut the stream into rows; an incomplete last row is dropped.
     Returns ``[S, length]`` int32 (large enough for vocabularies, half the memory of int64).
-    Raises ValueError: the documents do not fill one row."""
+    Raises ValueError, with ``where`` they are from: the documents do not fill one row."""
     stream: list[int] = []
     for document in documents:
         stream.extend(document)
         stream.append(separator)
     rows = len(stream) // length
     if rows == 0:
-        raise ValueError(f"the data set is empty: {len(stream)} tokens do not fill one row of {length}; add sources")
+        raise ValueError(
+            f"data source '{where}': {len(stream):,} tokens do not fill one row of {length:,}; leave it out, or lower "
+            "max_length"
+        )
     return torch.tensor(stream[: rows * length], dtype=torch.int32).view(rows, length)
 
 
@@ -80,16 +83,15 @@ class Tokenized:
     @classmethod
     def joined(cls, parts: Sequence["Tokenized"]) -> "Tokenized":
         """Parts of a source, in their order, as one."""
-        if len(parts) == 1:
-            return parts[0]
+        if len(parts) < 2:
+            return parts[0] if parts else cls.of(())
         skipped = Skipped()
         for part in parts:
             skipped.merge(part.skipped)
-        sizes = [np.diff(part.starts) for part in parts]
-        starts = np.concatenate([[0], np.cumsum(np.concatenate([*sizes, []]), dtype=np.int64)])
-        tokens = np.concatenate([part.tokens for part in parts] or [np.empty(0, np.int32)])
-        supervised = np.concatenate([part.supervised for part in parts] or [np.empty(0, np.bool_)])
-        return cls(tokens, supervised, starts.astype(np.int64), skipped)
+        tokens = np.concatenate([part.tokens for part in parts])
+        supervised = np.concatenate([part.supervised for part in parts])
+        sizes = np.concatenate([np.diff(part.starts) for part in parts])
+        return cls(tokens, supervised, np.concatenate([[0], np.cumsum(sizes)]), skipped)
 
 
 class Rows:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # take seconds to import, and --help needs none of it
     from draftsmith.data.rows import Skipped
 
 
+STREAMED = 1000  # rows of a streamed source that are read, at most
+
+
 class PreviewRecipe(Recipe):
     """The data and target of any script's recipe; the script itself checks the rest."""
 
@@ -118,6 +121,8 @@ def main() -> None:
                 f"{ask.new_tokens} tokens, all of them supervised; they exist once training has begun"
             )
             continue
+        if source.streaming:  # as many rows as one may want to look at
+            source = source.model_copy(update={"limit": min(source.limit or STREAMED, STREAMED)})
         samples = tokenized(source, recipe.data, tokenizer)
         console.print(summary(samples, recipe.data.max_length))
         for number in np.linspace(0, len(samples) - 1, min(args.count, len(samples))).astype(int).tolist():

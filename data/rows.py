@@ -136,7 +136,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
     Raises FileNotFoundError, ValueError: there is no such source, or it cannot be read."""
     if source.installed:
         split = cast(sources.Split, source.split)
-        known = f"{source.form} {sources.fingerprint([(source.source, split)])}"
+        known = f"{source.form} {sources.fingerprint(source.source, split)}"
         if source.form == "chat":
             samples: Iterable[Any] = ({"messages": chat} for chat in sources.dialogues(source.source, split))
         else:

@@ -190,11 +190,10 @@ def dialogues(source: str, split: Split = "train") -> list[list[dict[str, str]]]
     return chats
 
 
-def fingerprint(sources: list[tuple[str, Split]]) -> str:
-    """SHA-256 over the paths and texts of the given splits: what a model was trained on."""
+def fingerprint(source: str, split: Split) -> str:
+    """SHA-256 over the paths and texts of a split: what a model was trained on."""
     digest = hashlib.sha256()
-    for source, split in sources:
-        for document in documents(source, split):
-            digest.update(f"{split}\0{document.path}\0".encode())
-            digest.update(document.text.encode())
+    for document in documents(source, split):
+        digest.update(f"{split}\0{document.path}\0".encode())
+        digest.update(document.text.encode())
     return digest.hexdigest()

@@ -127,13 +127,12 @@ def main() -> None:
         settings = [(selector, each) for selector in selectors for each in args.entries]
         facts = make_plan(target, *sizes, settings, given, args.texts, args.new_tokens, lean)
         print_plan(facts)
-    if args.out and args.drafters:
+    if args.out:
         write_json(args.out, facts)
-        console.print(f"wrote {args.out}", markup=False, soft_wrap=True)
-    elif args.out:
-        write_json(args.out, facts)
-        draw(facts, args.out.with_suffix(".png"))
-        console.print(f"wrote {args.out} and {args.out.with_suffix('.png')}", markup=False, soft_wrap=True)
+        written = [args.out] if args.drafters else [args.out, args.out.with_suffix(".png")]
+        if not args.drafters:
+            draw(facts, written[1])
+        console.print(f"wrote {' and '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

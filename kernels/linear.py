@@ -120,7 +120,7 @@ def partial_product(form: str, x: Tensor, matrix: Tensor, out: Tensor | None = N
         assert splits_of(form) == 1
         product(form, x, matrix, None, out[0])
         return out
-    return few_rows_product(x if x.stride(1) == 1 else x.contiguous(), matrix, few_rows, out)
+    return few_rows_product(x, matrix, few_rows, out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -121,7 +121,7 @@ if __name__ == "__main__":
 import shlex
 import sys
 
-from draftsmith.common.files import check_folder, json_object, read_text, write_json, write_text
+from draftsmith.common.files import check_folder, json_object, object_or_empty, read_text, write_json, write_text
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import provenance, push, read_drafter, write_model
 from draftsmith.models.card import is_hub_id, served_name, with_measured
@@ -140,8 +140,7 @@ def publish(name: str, repository: str, private: bool) -> None:
     if local_folder(name) is None:
         raise ValueError(f"{name}: --to hf uploads a folder of this machine")
     folder, _, _ = read_drafter(name)
-    tree = folder / "tree.json"
-    if not tree.exists() or "calibration" not in json_object(tree):
+    if "calibration" not in object_or_empty(folder / "tree.json"):
         raise ValueError(
             f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {shlex.quote(str(folder))}"
         )

@@ -1,7 +1,7 @@
 """Checkpoints of a run: trainable weights, optimizer, step. Safetensors and JSON, written whole or not at all.
 
 A checkpoint is a folder ``checkpoints/step-N``; it is filled under a temporary name and renamed, so a folder of that
-name is always complete.
+name is always complete. It has the stage's best weights of its time as well, which a later evaluation may replace.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from draftsmith.common.files import json_object
 from draftsmith.models.files.weights import save_tensors
 from draftsmith.models.precision import DTYPES
 
+BEST = "best.safetensors"
 _ADVICE = "delete that folder to fall back on the checkpoint before it, or pass --restart"
 
 
@@ -44,6 +45,7 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
     keep: int,
+    best: Path | None = None,
 ) -> Path:
     """Write ``folder/step-N`` and delete all but the newest ``keep``.
 
@@ -51,6 +53,7 @@ def save(
         optimizer: None where its state is kept elsewhere (:mod:`draftsmith.train.sharded`).
         state: ``stage`` (its name), ``best`` (the selection metric's highest value so far), and whatever other JSON the
             caller wants back.
+        best: the folder of the stage's best weights, if it was evaluated.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; nothing that stood before is touched.
@@ -65,6 +68,8 @@ def save(
         save_tensors(trainable_state(module), temporary / "model.safetensors")
         save_tensors(_optimizer_tensors(module, optimizer) if optimizer else {}, temporary / "optimizer.safetensors")
         (temporary / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
+        if best and (best / "model.safetensors").exists():
+            _link(best / "model.safetensors", temporary / BEST)
         for file in temporary.iterdir():
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
@@ -138,9 +143,25 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path}: damaged checkpoint ({error}); {_ADVICE}")
 
 
-def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Load a checkpoint in place; returns the state given to :func:`save`, with ``step``."""
-    state = read_state(path)
+def _link(source: Path, path: Path) -> None:
+    """Give a file another name, which keeps it when the first one is replaced; a copy where there are no links."""
+    try:
+        path.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, path)
+
+
+def restore_best(path: Path, folder: Path) -> None:
+    """Write the best weights at the time of a checkpoint into their ``folder``. Older checkpoints have none."""
+    if (path / BEST).exists():
+        try:
+            write_tensors(folder, load_file(path / BEST))
+        except (ValueError, SafetensorError) as error:
+            raise _damaged(path, error) from None
+
+
+def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Load a checkpoint's weights and optimizer in place."""
     try:
         weights = load_file(path / "model.safetensors")
         moments = load_file(path / "optimizer.safetensors")
@@ -159,11 +180,10 @@ def restore(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | No
         name, field = key.rsplit("|", 1)
         kept = value.to(parameters[name].device) if field != "step" else value
         optimizer.state[parameters[name]][field] = int(value) if value.dtype == torch.int64 else kept
-    return state
 
 
 def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter (AdamW)."""
+    """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter."""
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     return {
         f"{names[p]}|{field}": torch.as_tensor(value).detach().cpu().contiguous()  # bitsandbytes counts steps as int

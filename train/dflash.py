@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.drafters.dflash import DFlashDrafter
-from draftsmith.inference.measure.tree_statistics import block_ranks, selection_tree, simulate
+from draftsmith.inference.measure.tree_statistics import block_ranks, selection_tree, simulate, top_shares
 from draftsmith.kernels.distribution import philox_uniforms
 from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
 from draftsmith.models.files.locate import ModelFolder
@@ -138,7 +138,7 @@ class DFlashTraining(nn.Module):
         :func:`linear_soft_loss` has them."""
         assert self.gamma is not None
         labelled, dflash = labels != NONE, self.dflash
-        teacher = teach(self.target, hidden[labelled], dflash.draft_vocab, dflash.config.outputs, self.loss)
+        teacher = teach(self.target, hidden[labelled], dflash.draft_vocab, self.loss)
         kept = teacher.best >= 0
         scale = position_weights(labels.shape[1], self.gamma, out.device).expand(labels.shape)[labelled][kept]
         given = out[labelled][kept], weight, teacher, kept.nonzero()[:, 0], scale, bias
@@ -172,12 +172,10 @@ def evaluate(run: Run[DflashRecipe], module: nn.Module) -> dict[str, float]:
     assert isinstance(module, DFlashTraining)
     target, dflash = module.target, module.dflash
     ranks = run.held_out_ranks(partial(block_ranks, target, dflash), module)
-    labelled, tree = ranks >= 0, selection_tree(ranks)
+    tree = selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
-    for k in range(ranks.shape[-1]):
-        right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
-        metrics[f"position{k + 1}_held_out_top1"] = float(right)
+    metrics |= {f"position{k}_held_out_top1": share for k, share in enumerate(top_shares(ranks), 1)}
     # The drafter casts its weights: a copy.
     return metrics | run.decode_tau(target, lambda: DFlashDrafter(copy.deepcopy(dflash), tree, target))
 

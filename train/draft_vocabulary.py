@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,7 +117,8 @@ def mask_token(run: Run[Any], given: int | None, target: Target, rows: Sequence[
     token, else the highest one that no row has.
     Raises ValueError: a row has the given one; or there is none left."""
     seen = torch.zeros(target.vocab_size, dtype=torch.bool)
-    for tokens in [run.held_out["tokens"], *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
+    held_out = (np.trim_zeros(row, "b") for row in run.held_out["tokens"].numpy())  # without padding
+    for tokens in [*held_out, *(part.samples.tokens for part in rows if isinstance(part, Rows))]:
         seen[torch.as_tensor(tokens).flatten().long()] = True
     chosen = run.folder / MASK
     if given is None and run.resume and chosen.exists():

@@ -242,6 +242,8 @@ def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
             console.print(f"  {which}: {source.label}: not looked at, since the target is not here")
         elif head := _head_of(source):
             placed, more = head
+            if not placed:
+                raise ValueError(f"data source '{source.label}' is empty")
             of = 0 if more == 0 else 1000 * HEAD  # a part says nothing of the share of all
             if tokenizer is None or source.answers:
                 skipped, size = Skipped(), 1.0
@@ -263,8 +265,8 @@ def look_at_sources(recipe: TrainingRecipe) -> tuple[int | None, int | None]:
 
 
 def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
-    """The first rows of a source, and how many there are besides: None of a data set of the Hub. None alone: that
-    cannot be reached, as is printed."""
+    """The first rows of a source, and how many there are besides: None of one that is streamed, as a data set of the
+    Hub is here. None alone: that cannot be reached, as is printed."""
     hub = {} if source.is_file else {"streaming": True, "split": source.split.partition("[")[0]}
     try:
         stream = itertools.islice(rows(source.model_copy(update=hub))[0], source.limit)
@@ -274,7 +276,7 @@ def _head_of(source: Source) -> tuple[list[tuple[str, Any]], int | None] | None:
             raise
         console.print(f"  not looked at: {error}")
         return None
-    return head, None if hub else sum(1 for _ in stream)
+    return head, None if hub or source.streaming else sum(1 for _ in stream)
 
 
 def on_gpus(recipe: R) -> R:

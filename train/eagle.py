@@ -36,9 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.inference.drafters.parallel_eagle import drafter_of
-from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate
+from draftsmith.inference.measure.tree_statistics import eagle_ranks, selection_tree, simulate, top_shares
 from draftsmith.kernels.distribution import philox_uniforms
-from draftsmith.kernels.soft_loss import Teacher
 from draftsmith.models.eagle import Eagle, EagleConfig
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import Target
@@ -94,11 +93,6 @@ class EagleTraining(nn.Module):
         """Labels of each step."""
         return labels_of(self, batch).sum((1, 2))
 
-    def teach(self, hidden: Tensor) -> Teacher:
-        """The target's distributions on the draft vocabulary, from its last hidden states ``[N, d]``."""
-        eagle = self.eagle
-        return teach(self.target, hidden, eagle.draft_vocab, eagle.config.outputs, self.loss)
-
     def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
         """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""
         drawn = torch.Generator(features.device)
@@ -117,7 +111,7 @@ class EagleTraining(nn.Module):
         for i, where in enumerate(labelled):
             taught[:, i + 1 :] |= where[:, : max(0, where.shape[1] - i - 1)]
         hidden = features[..., : eagle.config.feature_size][taught]  # [N, d]
-        teacher = self.teach(hidden)
+        teacher = teach(self.target, hidden, eagle.draft_vocab, self.loss)
         # Which indices run step i: those with a label there or later. Of training-time test each runs all steps, and
         # queries stay in the order of the text; of P-EAGLE those that run longest come first.
         runs = labelled.flip(0).cumsum(0).flip(0) > 0
@@ -167,12 +161,10 @@ def evaluate(run: Run[EagleRecipe], module: nn.Module) -> dict[str, float]:
     target, eagle = module.target, module.eagle
     depth = depth_of(eagle)
     ranks = run.held_out_ranks(partial(eagle_ranks, target, eagle, depth=depth), module)
-    labelled, tree = ranks >= 0, selection_tree(ranks)
+    tree = selection_tree(ranks)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
-    for k in range(depth):
-        right = ((ranks[..., k] == 0) & labelled[..., k]).sum() / labelled[..., k].sum()
-        metrics[f"step{k + 1}_held_out_top1"] = float(right)
+    metrics |= {f"step{k}_held_out_top1": share for k, share in enumerate(top_shares(ranks), 1)}
     # The drafter casts its weights: a copy.
     return metrics | run.decode_tau(target, lambda: drafter_of(copy.deepcopy(eagle), target, tree))
 
@@ -238,7 +230,7 @@ def train(run: Run[EagleRecipe]) -> None:
     if isinstance(module, EagleReplay):
         module.check(max(part.length for part in rows))
     inputs = run.with_hidden(target, rows, module.captures)
-    if d.unroll > 1 and run.main:
+    if d.unroll > 1:
         console.print(f"the loss is a sum over {d.unroll} unrolled steps")
     for stage in recipe.stages:
         fit(run, stage, module, inputs, partial(evaluate, run), "simulated_tau")

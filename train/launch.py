@@ -61,6 +61,7 @@ def make_accelerator(wanted: Precision, seconds: float = 1800) -> Accelerator:
             f"{launched} processes were launched but accelerate sees {accelerator.num_processes}; on CPU launch with "
             "--multi_gpu --num_processes N (sic) or torchrun, not --cpu"
         )
+    console.quiet = not accelerator.is_main_process  # each line once
     return accelerator
 
 
@@ -82,9 +83,8 @@ def with_precision(recipe: R, accelerator: Accelerator, resume: bool = False) ->
     if target is not None:
         dtype = dtype_of(target, device, began.get("dtype"))
         update["target"] = target.model_copy(update={"dtype": dtype.value})
-    if accelerator.is_main_process:
-        for line in precision.describe(device, dtype, cast):
-            console.print(line, style="yellow" if line.startswith("warning") else None)
+    for line in precision.describe(device, dtype, cast):
+        console.print(line, style="yellow" if line.startswith("warning") else None)
     update["precision"] = recipe.precision.model_copy(update={"autocast": cast.value})
     return recipe.model_copy(update=update)
 
@@ -123,9 +123,8 @@ def with_micro(recipe: R, plans: Callable[[R], Sequence[Any]], machine: Machine)
                 fits = sum(plans(recipe)[place].parts(machine).values()) <= machine.room
             if fits:
                 break
-        if PartialState().is_main_process:
-            console.print(
-                f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
-                f"{counted(micro, 'sequence')} on each of {counted(machine.processes, 'process')}"
-            )
+        console.print(
+            f"{stage.name}: batch.micro: auto is {micro} here; a step is {share // micro} times "
+            f"{counted(micro, 'sequence')} on each of {counted(machine.processes, 'process')}"
+        )
     return recipe

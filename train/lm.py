@@ -6,6 +6,7 @@ Byte-level BPE tokenizer, Llama architecture, packed rows, stages of growing len
 ``AutoModelForCausalLM`` and ``AutoTokenizer``.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.common.data_sections import Source
 from draftsmith.common.files import replacing_folder
 from draftsmith.data import packing, sources
 from draftsmith.data.bpe import END_OF_TEXT, END_OF_TURN, encode, other_tokenizer, train_tokenizer
@@ -161,17 +163,21 @@ def train(run: Run[LmRecipe]) -> None:
     module = LanguageModel(model, recipe.lookahead)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(f"{parameters / 1e6:.2f} M parameters, {counted(run.accelerator.num_processes, 'process')}")
-    validation = in_turn([packing.pack(ids, recipe.data.max_length, end) for ids in held_out])
+
+    def packed(given: Sequence[Source], texts: Sequence[Sequence[Sequence[int]]], length: int) -> list[Tensor]:
+        return [packing.pack(ids, source.label, length, end) for source, ids in zip(given, texts, strict=True)]
+
+    validation = in_turn(packed(recipe.data.validation, held_out, recipe.data.max_length))
     validation = validation[: recipe.evaluate.sequences]
     run.held_out = {"tokens": validation, "supervised": torch.ones_like(validation, dtype=torch.bool)}
     measure = partial(evaluate, run)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
-    rows = [[Packed(packing.pack(ids, stage.max_length, end)) for ids in corpora] for stage in recipe.stages]
-    for stage, packed in zip(recipe.stages, rows, strict=True):
+    rows = [[*map(Packed, packed(recipe.data.train, corpora, stage.max_length))] for stage in recipe.stages]
+    for stage, parts in zip(recipe.stages, rows, strict=True):
         written = continuations(run, stage.name, stage.unlikelihood, model, tokenizer)
         module.unlikelihood = stage.unlikelihood.weight if stage.unlikelihood else 1.0
         # The last weights, not the best: the long stage costs a little on short rows, and is why long ones work.
-        fit(run, stage, module, packed, measure, "-validation_loss", beside=written, take_best=False)
+        fit(run, stage, module, parts, measure, "-validation_loss", beside=written, take_best=False)
 
     module.to(torch.bfloat16).float()  # the shipped weights, in half the file, are what is measured
     module.eval()
@@ -182,11 +188,14 @@ def train(run: Run[LmRecipe]) -> None:
     module.to(torch.bfloat16)
     model.generation_config.eos_token_id = [end, end_of_turn]
     run.data_sha256 = [rows_of(source)[1] for source in recipe.data.train]
+    *earlier, last = run.recipe.stages
     facts = run.facts(
         parameters=parameters,
         init_from=recipe.init_from,
         validation_loss=round(loss, 4),
-        trained_tokens=sum(s.samples * s.max_length for s in run.recipe.stages),  # on top of init_from's
+        # On top of init_from's. Of the last stage the steps that ran: its seconds may have ended it.
+        trained_tokens=sum(stage.samples * stage.max_length for stage in earlier)
+        + (run.step - run.first) * last.batch.sequences * last.max_length,
         licences={source.source: sources.licence(source.source) for source in recipe.data.train},
     )
     write_model(folder, model, tokenizer, facts)

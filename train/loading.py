@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.common.command import available_cores, raised_by_us
+from draftsmith.common.command import available_cores
+from draftsmith.common.processes import or_error
 from draftsmith.train.launch import console
 from draftsmith.train.samples import Batch
 
@@ -38,8 +39,7 @@ class Samples(Protocol):
 
 class MicroBatches(Dataset[Any]):
     """The micro-batches of one process, numbered through all steps: micro-batch i of step s is number
-    s · ``accumulate`` + i. An error that a person can correct is returned, for the main process to raise:
-    the loader would make a traceback of it.
+    s · ``accumulate`` + i. An error that a person can correct is returned: the loader would make a traceback of it.
 
     sequences: of a step, over all processes.
     micro: of a micro-batch.
@@ -53,12 +53,7 @@ class MicroBatches(Dataset[Any]):
     def __getitem__(self, number: int) -> Batch | Exception:
         step, place = divmod(number, self.accumulate)
         begin = step * self.sequences + self.first + place * self.micro
-        try:
-            return self.samples(range(begin, begin + self.micro))
-        except (ValueError, OSError) as error:
-            if not (isinstance(error, OSError) or raised_by_us(error.__traceback__)):
-                raise
-            return error
+        return or_error(self.samples, range(begin, begin + self.micro))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from draftsmith.train import checkpoint, sharded
 from draftsmith.train.launch import console
 from draftsmith.train.loading import MicroBatches, Samples, loading
 from draftsmith.train.optim import make_optimizer
-from draftsmith.train.run import LIBRARIES, Run
+from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch, Batches, Sampler
 from draftsmith.train.track import Trackers
 
@@ -126,12 +126,13 @@ def fit(
     names = [s.source for s in sources] if weights is None else [f"part {place}" for place in range(len(rows))]
     sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
     visits = {"visit": torch.arange(before, before + stage.samples)}
+    run.depends_on |= {"run.seed": str(recipe.run.seed), "batch.sequences": str(stage.batch.sequences)}
     samples = sampler.stage(stage.samples, before, visits | dict(beside or {}))
     optimize(run, module, samples, stage, evaluate, best_on)
     labels = samples.labels((run.step - run.first) * stage.batch.sequences)  # its seconds may have ended it
     run.labels_seen = None if run.labels_seen is None or labels is None else run.labels_seen + labels
     if take_best:
-        if run.main and 0 < run.best_step < run.step:
+        if 0 < run.best_step < run.step:
             console.print(
                 f"{stage.name}: its weights are those of step {run.best_step}, the best by {best_on.lstrip('-')}; "
                 f"the steps up to {run.step} made it worse"
@@ -177,7 +178,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
     zero_2 = sharded.strategy() == "zero2"  # DeepSpeed then has the optimizer
     if start:
         kept = sharded.load(module, run.checkpoints, run.step, processes) if zero_2 else bool(optimizer.state)
-        if not kept and run.main:
+        if not kept:
             console.print("  the checkpoint has no optimizer state for this launch; it begins anew", style="yellow")
     stepped: Any = torch.compile(module) if recipe.precision.compile else module
     meter, note, began = _Meter(), "", time.monotonic() - run.used
@@ -232,7 +233,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
                 note = meter.log(run, stage, rate)
             bar(step + 1, note)
             run.seconds, since = run.seconds + time.monotonic() - since, time.monotonic()
-            if ends and run.main:
+            if ends:
                 console.print(f"  {stage.name}: the steps are done; evaluating …")
             if ends or (step + 1) % recipe.evaluate.every == 0:
                 _evaluate(run, original, stage, evaluate, best_on, note)
@@ -244,7 +245,7 @@ def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, eva
             if stops:
                 raise KeyboardInterrupt(f"stopped at step {run.step}; saved. Go on with --resume")
             if ends:
-                if run.main and step < stage.num_steps - 1:
+                if step < stage.num_steps - 1:
                     limit = f"{stage.seconds:g} seconds"
                     console.print(f"{stage.name} ends after {step + 1} of {stage.num_steps} steps, by its {limit}")
                 break
@@ -371,14 +372,15 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
     run.seconds = state.get("seconds", math.nan)  # older ones have none
     run.used = state.get("used", 0.0)
     if run.main:
+        checkpoint.restore_best(last, run.checkpoints / "best" / name)
         _forget_after(run.folder / "metrics.jsonl", run.step, name)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
         was = state.get("depends_on", {})  # older ones have none
         changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
         if changed:
-            named = (f"{what} ({was[what]}, now {now})" if what in LIBRARIES else what for what, now in changed.items())
+            shown = (f"{what} ({was[what]}, now {now})" if len(now) < 32 else what for what, now in changed.items())
             console.print(
-                f"  since the checkpoint has changed: {', '.join(named)}; the steps from here on are not to the bit "
+                f"  since the checkpoint has changed: {', '.join(shown)}; the steps from here on are not to the bit "
                 "those of a run without a stop",
                 style="yellow",
             )
@@ -431,7 +433,8 @@ def _save(run: Run[R], module: nn.Module, prepared: Any, optimizer: Any, stage: 
         state |= {"lr": learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)}  # the next one
         if not zero_2:
             sharded.forget(run.checkpoints)
-        checkpoint.save(run.checkpoints, run.step, module, None if zero_2 else optimizer.optimizer, state, keep)
+        own, best = None if zero_2 else optimizer.optimizer, run.checkpoints / "best" / stage.name
+        checkpoint.save(run.checkpoints, run.step, module, own, state, keep, best if run.best_step else None)
     run.accelerator.wait_for_everyone()
 
 

@@ -44,6 +44,11 @@ def labels_of(module: Any, batch: dict[str, Tensor]) -> Tensor:
     return batch["labels"] if "labels" in batch else module.labels(batch)
 
 
+def at_once(device: torch.device, outputs: int) -> int:
+    """The number of positions whose logits, so many each, exist at one time: :data:`LOGITS` together."""
+    return max(1, LOGITS["cpu" if device.type == "cpu" else "cuda"] // outputs)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy whose gradients are computed with the loss, by chunks: no logits are kept or computed twice."""
 
@@ -132,7 +137,7 @@ def linear_cross_entropy(
     Returns:
         (sum of the losses in fp32, number of labels that no token's logit exceeded), both scalars.
     """
-    chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
+    chunk = chunk or at_once(features.device, len(weight))
     losses, found = _LinearCrossEntropy.apply(features, weight, bias, labels, chunk, torch.is_grad_enabled(), None)
     return losses, found[1].sum().long()
 
@@ -157,7 +162,7 @@ def linear_block_loss(
         no token's logit exceeded that of its label.
     """
     slots = labels.shape[1]
-    chunk = max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0] // slots) * slots
+    chunk = max(1, at_once(features.device, len(weight)) // slots) * slots
 
     def of_blocks(loss: Tensor, label: Tensor) -> Tensor:
         return weigh(loss.view(-1, slots), label.view(-1, slots)).flatten()
@@ -176,20 +181,19 @@ def _add_product(total: Tensor, slope: Tensor, x: Tensor) -> None:
 
 
 @torch.no_grad()
-def teach(target: Target, hidden: Tensor, ids: Tensor | None, outputs: int, loss: str) -> Teacher:
+def teach(target: Target, hidden: Tensor, ids: Tensor | None, loss: str) -> Teacher:
     """A target's distributions on a draft vocabulary, from its last hidden states ``[N, d]``, by chunks.
 
     Args:
         ids: ``[S]`` int64, the draft vocabulary; None: all of the target's tokens.
-        outputs: S.
         loss: one of :data:`draftsmith.kernels.soft_loss.LOSSES`.
     """
     dtype = next(target.lm_head.parameters()).dtype
-    probs = torch.empty(len(hidden), outputs, device=hidden.device)
+    probs = torch.empty(len(hidden), target.vocab_size if ids is None else len(ids), device=hidden.device)
     best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
     coverage = None if ids is None else probs.new_empty(len(hidden))
     entropy = probs.new_empty(len(hidden)) if loss == "lk" else None
-    size = max(1, LOGITS["cpu" if hidden.device.type == "cpu" else "cuda"] // target.vocab_size)
+    size = at_once(hidden.device, target.vocab_size)
     for begin in range(0, len(hidden), size):
         part = slice(begin, begin + size)
         logits = target.logits(hidden[part].to(dtype))
@@ -288,7 +292,7 @@ def linear_soft_loss(
         The weighted sum, a scalar in fp32, and ``[3, P]`` of each position, without gradients: its loss, whether no
         token's logit exceeds that of the target's likeliest one, the probability that its draft is accepted.
     """
-    chunk = chunk or max(1, LOGITS.get(features.device.type, LOGITS["cuda"]) // weight.shape[0])
+    chunk = chunk or at_once(features.device, len(weight))
     grad = torch.is_grad_enabled()
     return _LinearSoftLoss.apply(features, weight, bias, teacher, rows, scale, after, chunk, grad)
 
@@ -303,7 +307,7 @@ def in_chunks(function: Callable[..., Tensor], vocab_size: int, *parts: Tensor) 
         parts: ``[P, ...]`` each. With P = 0 the sum is 0, and a function of the LM head's weights all the same: a
             process without a label has to take part in the exchange of their gradients.
     """
-    size = max(1, LOGITS.get(parts[0].device.type, LOGITS["cuda"]) // vocab_size)
+    size = at_once(parts[0].device, vocab_size)
     total = parts[0].new_zeros((), dtype=torch.float32)
     for begin in range(0, max(1, len(parts[0])), size):
         chunk = [part[begin : begin + size] for part in parts]

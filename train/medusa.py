@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draftsmith.inference.drafters.medusa import MedusaDrafter
-from draftsmith.inference.measure.tree_statistics import SIMULATED_NODES, best_tree, head_ranks, simulate
+from draftsmith.inference.measure.tree_statistics import SIMULATED_NODES, best_tree, head_ranks, simulate, top_shares
 from draftsmith.models.adapter import switched_off
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.models.target import Target
@@ -159,13 +159,11 @@ def evaluate(run: Run[MedusaRecipe], module: nn.Module) -> dict[str, float]:
     assert isinstance(module, Medusa1)
     target, heads = module.target, module.heads
     ranks = run.held_out_ranks(partial(head_ranks, target, heads), module)
-    labelled, tree = ranks >= 0, best_tree(ranks, SIMULATED_NODES)
+    tree = best_tree(ranks, SIMULATED_NODES)
     run.show_ranks(ranks, tree)
     metrics = {"simulated_tau": simulate(tree, ranks)}
-    for k in range(heads.config.num_draft_heads):
-        for top in (1, 5):
-            right = ((ranks[..., k] < top) & labelled[..., k]).sum() / labelled[..., k].sum()
-            metrics[f"head{k + 1}_held_out_top{top}"] = float(right)
+    for top in (1, 5):
+        metrics |= {f"head{k}_held_out_top{top}": share for k, share in enumerate(top_shares(ranks, top), 1)}
     metrics |= run.decode_tau(target, lambda: MedusaDrafter(copy.deepcopy(heads), tree, target))  # it casts its heads
     if isinstance(module, Medusa2):
         metrics |= drift(run.held_out_sums(partial(drift_sums, target)))

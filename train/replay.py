@@ -34,7 +34,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.unrolled import dense_mask, marked_places
 from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import sharded
-from draftsmith.train.losses import LOGITS, in_chunks, labels_of, shifted_labels
+from draftsmith.train.losses import at_once, in_chunks, labels_of, shifted_labels
 from draftsmith.train.samples import Batch
 
 DECAY = 0.8  # γ
@@ -76,7 +76,7 @@ class Replay(nn.Module):
         """The likeliest drafts ``[B, P, K]`` of steps at the ``chosen`` indices ``[B, P]``, as ids of the target."""
         (drafter,), head = self.drafter, self._head
         drafted = chosen.new_zeros(*chosen.shape, self.drafts)
-        chunk = max(1, LOGITS["cpu" if chosen.device.type == "cpu" else "cuda"] // drafter.config.outputs)
+        chunk = at_once(chosen.device, drafter.config.outputs)
         for step, out in enumerate(self.outs(features, batch, chosen, drafted)):
             parts = out.to(head.weight.dtype).flatten(0, 1).split(chunk)
             best = torch.cat([head(part).argmax(-1) for part in parts])

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -277,13 +278,21 @@ class Run(Generic[R]):
         if recipe.data.packing:
             dense = recipe.precision.compile  # which compiles the target's attention with the rest
             line = target.prepare_packing("sdpa" if dense else recipe.target.attention)
-            if line and self.main:
+            if line:
                 console.print(line, style="yellow")
         rows = rows_of(recipe, "train", target)
         held_out = held_out_rows(recipe, target)
+        longest = max(
+            int(np.diff(part.samples.starts).max()) if isinstance(part, Rows) else part.length for part in rows
+        )
+        if longest > target.context:
+            raise ValueError(
+                f"a training sample has {longest:,} tokens, and {target.name} has {target.context:,} positions; set "
+                f"data.max_length={target.context}, or lower"
+            )
         if self.main:
             checkpoint.write_tensors(self.folder / "held_out", held_out)
-        if self.main and (seen := seen_in_training(held_out, rows)) and not self.small:
+        if self.main and not self.small and (seen := seen_in_training(held_out, rows)):
             console.print(
                 f"warning: {seen} of {len(held_out['tokens'])} held-out rows are training rows too, so that what is "
                 "measured on them is too high; hold others out, for example data.train.0.split=train[:95%] and "

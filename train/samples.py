@@ -128,7 +128,9 @@ class StageSamples:
         runs = [(self.rows[at], [row for _, row in run]) for at, run in itertools.groupby(chosen, itemgetter(0))]
         longest = max(rows.longest(run) if isinstance(rows, Rows | WithHidden) else rows.length for rows, run in runs)
         parts = [rows.batch(run, longest) for rows, run in runs]
-        batch = parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        # A server's features stand beside stored rows alone: beside streamed ones they are asked for later.
+        common = [key for key in parts[0] if all(key in part for part in parts)]
+        batch = {key: torch.cat([part[key] for part in parts]) for key in common}
         return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
 
     def labels(self, first: int) -> int | None:
@@ -271,10 +273,14 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
 
 def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:
     """``tokens`` and ``supervised`` ``[S, T]`` of the validation sources in turn, at most :data:`HELD_OUT` rows of
-    each."""
+    each, or as many as evaluations use."""
     rows = [rows for rows in rows_of(recipe, "validation", target) if isinstance(rows, Rows)]
     longest = max(part.length for part in rows)
-    parts = [part.batch(range(min(len(part), HELD_OUT)), longest) for part in rows]
+    most = max(HELD_OUT, recipe.evaluate.sequences)
+    for source, part in zip(recipe.data.validation, rows, strict=True):
+        if len(part) > most:
+            console.print(f"  validation: {source.label}: the first {most:,} of {len(part):,} rows are used")
+    parts = [part.batch(range(min(len(part), most)), longest) for part in rows]
     return {key: in_turn([part[key] for part in parts]) for key in ("tokens", "supervised")}
 
 

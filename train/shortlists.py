@@ -286,14 +286,14 @@ class Blocks:
         return {name: part[at] for name, part in self.recorded.tensors().items() if name != "begins"}
 
 
-def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target, nodes: int = 4) -> list[float]:
-    """The time, by depth, of the router, the choice and the logits of a level of ``nodes`` nodes: medians, measured."""
+def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target) -> list[float]:
+    """The time, by depth, of the router, the choice and the logits of a level of four nodes: medians, measured."""
     head = copy.deepcopy(head)  # decoding takes the router in the target's dtype
     lists = Shortlists(head, drafts.head, drafts.ids, drafts.after_head)
     lists.allocate(static=False)
     found = dict[tuple[int, int], float]()
-    embeddings, hidden = (torch.randn(1, nodes, n) for n in (drafts.embedding_size, drafts.feature_size))
-    read = torch.randn(1, nodes, lists.weight.shape[1])
+    embeddings, hidden = (torch.randn(1, 4, n) for n in (drafts.embedding_size, drafts.feature_size))
+    read = torch.randn(1, 4, lists.weight.shape[1])
     inputs = [part.to(lists.weight) for part in (embeddings, hidden, read)]
     seconds = list[float]()
     for depth in range(DEPTHS):

@@ -1,6 +1,7 @@
 """Answers streamed to stdout as they are decoded, and --interactive: a conversation, or texts that are continued."""
 
 import contextlib
+import itertools
 import json
 import re
 import signal
@@ -21,7 +22,7 @@ from draftsmith.inference.engine.text import TextStream, visible
 
 # Prompt → the arguments of SpeculativeDecoder.generate beside it; with numbers of samples, those of so many texts.
 Options = Callable[..., dict[str, Any]]
-WARM_UP = 8  # tokens of the prompt and of the answer that are decoded before a timed answer
+WARM_UP = 8  # tokens of a prompt, and steps, that run before a timed answer
 SHOWN_LINES = 8  # of a prompt, above its answer
 _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
@@ -90,6 +91,7 @@ def answer(
         text = _Answer(decoder, given)
         text.show(result)
         text.end()
+        print_logprobs(decoder.target.tokenizer, result)
     console.print(statistics_of(results, seconds), style="dim", markup=False)
     return results, seconds
 
@@ -159,8 +161,11 @@ def stream_prompts(
     """Stream the answers to prompts one after the other, each below its prompt, then what they took together.
     ``name``: of the drafter; ``prompts``: token ids of ``given``; ``seeds``: of the samples of each, if there are
     several."""
-    short = prompts[0][:WARM_UP]
-    decoder.generate([short], **{**options(short), "max_new_tokens": WARM_UP})  # the first call allocates and tunes
+    # The first call allocates and tunes: for as many rows as a prompt has samples, and the longest prompt's length.
+    short, rows, calls = prompts[0][:WARM_UP], range(max(1, len(seeds))), itertools.count(1)
+    warm = options(short, rows)
+    warm["max_new_tokens"] += max(map(len, prompts)) - len(short)
+    decoder.generate([short] * len(rows), on_tokens=lambda *_: next(calls) < WARM_UP * len(rows), **warm)
     print_legend(decoder, name)
     answers, seconds = list[Generation](), 0.0
     for number, (asked, prompt) in enumerate(zip(given, prompts, strict=True)):

@@ -41,7 +41,7 @@ def check_trees(drafters: Sequence[str]) -> None:
         folder = local_folder(names.folder_of(each)[0])
         config = json_object(folder / "config.json") if folder and (folder / "config.json").exists() else {}
         if folder and isinstance(config.get("drafter_type"), str) and has_tree(family_of(folder, config)):
-            tree_of(folder, each)
+            tree_of(folder, names.folder_of(each)[0])
 
 
 def tree_of(folder: Path, name: str) -> Path:
@@ -63,6 +63,8 @@ def open_named(
     families = {each: family_of(*stored[each][:2]) for each in stored}
     if tree != "auto" and not any(has_tree(family) for family in families.values()):
         raise ValueError(f"--tree {tree}: '{name}' has no tree of its own that another could replace; leave it out")
+    if tree != "auto" and any(names.folder_of(each)[2] for each in folders):
+        raise ValueError(f"--tree {tree}: '{name}' gives its children by depth, too; leave one of them out")
     loaders: dict[str, Loader] = {}
     say: Callable[[str], None] | None = options.get("say")
     trees: dict[str, Path] = {}  # of the drafters that have one of their own
@@ -73,7 +75,7 @@ def open_named(
         folder, config, weights = stored[each]
         path = None
         if has_tree(families[each]):
-            path = tree_of(folder, each) if tree == "auto" else Path(tree)
+            path = tree_of(folder, folders[each]) if tree == "auto" else Path(tree)
             if tree == "auto":
                 trees[each] = path
         at_load = path is not None and chosen_at_load(path)
@@ -92,7 +94,7 @@ def open_named(
         here, there = device_name(loaded.device), calibrated_on(path)
         # Among CPUs steps choose their nodes; what pays on a CPU and on a GPU differs by levels, too.
         if say and there and there != here and not (loaded.device.type == "cpu" and there.endswith("threads")):
-            command = f"python inference/calibrate.py {shlex.quote(each)}"
+            command = f"python inference/calibrate.py {shlex.quote(folders[each])}"
             say(f"{path}: a tree for {there}; {command} measures one for {here}")
     if not loaders:
         return loaded, None

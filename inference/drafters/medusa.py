@@ -14,10 +14,10 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.family import Loader
 from draftsmith.inference.engine.protocol import Drafter, State
+from draftsmith.inference.trees.by_level import DraftHead, level_topk
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import Confidence, IndependentTree, RankTree, check_tree, read_independent
 from draftsmith.inference.verify.tree import TokenTree, Topology
-from draftsmith.kernels.head_topk import MAX_COUNT, best_tokens, head_topk
 from draftsmith.kernels.linear import kernel_weight
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import Target
@@ -63,51 +63,31 @@ class MedusaDrafter(Drafter):
             self.num_nodes, self.max_depth, self.ranks = tree.num_nodes, tree.max_depth, self.tree.ranks
             self.branching = max(tree.parents.count(node) for node in range(tree.num_nodes))
         spread = target.spread and heads.draft_vocab is None
-        self.shared = heads.projection is None and 0 < self.ranks <= MAX_COUNT and not spread
+        self.shared = heads.projection is None and not spread
+        self.head = DraftHead(self._logits, None, heads.config.outputs, heads.draft_vocab, self._by_kernel)
 
     def skip(self, state: State) -> None:
         """Nothing: heads keep no state."""
 
     def propose(self, state: State) -> TokenTree:
-        if isinstance(self.tree, IndependentTree):
-            return self.tree.grow(state.root, *self._likeliest(state, self.tree))
         if not self.max_depth:
             return self.tree.fill(state.root, state.root[:, None, None])
-        if state.noise is not None:
-            depths, ids = self.depths[: self.max_depth], self.heads.draft_vocab
-            *_, tokens = state.noise.best(self._logits(state.feature), depths, self.ranks, ids)
-        else:
-            tokens = self.heads.tokens(self._best(state.feature).transpose(0, 1))
-        return self.tree.fill(state.root, tokens)  # [B, K, R]
+        log_q, tokens = self.head.best(state.feature, self.ranks, self.depths[: self.max_depth], state.noise)
+        if isinstance(self.tree, RankTree):
+            return self.tree.fill(state.root, tokens)
+        return self.tree.grow(state.root, log_q if state.noise is not None else self.tree.log_acceptance(log_q), tokens)
 
-    def _logits(self, feature: Tensor) -> Tensor:
+    def _logits(self, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[B, d] → [B, K, S]``, without a scale or cap of the target's own, as in training."""
-        return self.heads.logits(feature, self.draft_head, self.max_depth).transpose(0, 1)
+        return self.heads.logits(feature, self.draft_head, self.max_depth).transpose(0, 1), self.heads.draft_vocab
 
-    def _best(self, feature: Tensor) -> Tensor:
-        """The places of the R most likely tokens of each head: ``[B, d] → [K, B, R]``, 0 … S − 1."""
-        # If all heads share a plain matrix, a kernel finds their best tokens without storing the logits.
+    def _by_kernel(self, feature: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+        """If all heads share a plain matrix, a kernel finds their best tokens without storing the logits."""
         weight = kernel_weight(self.draft_head, feature) if self.shared else None
         if weight is None:
-            return self.heads.logits(feature, self.draft_head, self.max_depth).topk(self.ranks, -1).indices
-        features = self.heads.features(feature, self.max_depth)
-        ids = head_topk(features.flatten(0, 1), weight, self.ranks)[1]
-        return ids.unflatten(0, features.shape[:2])
-
-    def _likeliest(self, state: State, tree: IndependentTree) -> tuple[Tensor, Tensor]:
-        """Of each head, the log of the estimated acceptance of its R best tokens, under the noise of the text if there
-        is any, and these tokens: ``[B, K, R]`` each."""
-        ids, feature = self.heads.draft_vocab, state.feature
-        if state.noise is not None:
-            return state.noise.draft(self._logits(feature), self.depths[: self.max_depth], self.ranks, ids)
-        weight = kernel_weight(self.draft_head, feature) if self.shared else None
-        if weight is None:
-            log_q, tokens = best_tokens(self._logits(feature), self.ranks, True, ids)
-        else:
-            features = self.heads.features(feature, self.max_depth).transpose(0, 1)  # [B, K, d]
-            best = head_topk(features.flatten(0, 1), weight, self.ranks, True, ids)
-            log_q, tokens = (each.unflatten(0, features.shape[:2]) for each in best)
-        return tree.log_acceptance(log_q), tokens
+            return None
+        features = self.heads.features(feature, self.max_depth).transpose(0, 1)  # [B, K, d]
+        return level_topk(features, weight, count, self.heads.draft_vocab)
 
 
 # ---- the family, as inference/drafters/family.py describes it

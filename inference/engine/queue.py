@@ -1,7 +1,7 @@
 """The requests that wait, and the texts in the rows of a batch."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,7 @@ class Text:
     number: int
     request: Request
     limit: int
+    stops: Collection[int]  # ids that end it
     row: int = -1  # of the batch
     result: Generation = field(default_factory=Generation)
     began: float = field(default_factory=time.perf_counter)
@@ -117,7 +118,7 @@ class Queue:
                 raise self._not_finite(text)
             self.texts[row], self.step.bounds[row], text.row = text, text.request.max_draft_nodes, row
             text.result.prompt_logprobs, logprobs = self.step.logprobs.of_prompt(row)
-            self._add(text, [first[row]], [0], logprobs, step=False)
+            self._add(text, [first[row]], [0], logprobs)
 
     def _take_requests(self) -> None:
         """Take requests into free rows, until none is free or no request waits: if ``refill`` rows are free, one has
@@ -201,8 +202,9 @@ class Queue:
                 f"prompt {number + 1}: max_draft_nodes bounds trees of several sizes: those of greedy decoding and "
                 "coupled sampling, unless all nodes are asked for; leave it out"
             )
-        text = Text(number, request, length - len(request.prompt))
-        text.result.source = self.step.target, request.stop_strings
+        stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
+        text = Text(number, request, length - len(request.prompt), stops)
+        text.result.source = self.step.target, stops, request.stop_strings
         self.results.append(text.result)
         return text
 
@@ -219,11 +221,8 @@ class Queue:
                     raise self._not_finite(text)
                 drafted_by = values[depth + 2 :][: count - 1] if sources else [1] * (count - 1)
                 new, own = [*values[1:count], values[depth + 1]], None if logprobs is None else logprobs[row]
-                kept = self._add(text, new, [*drafted_by, 0], own, step=True)
-                if sources:
-                    self._count(text.result, drafted_by[:kept], *values[2 * depth + 2 :][: 1 + sources])
-                else:
-                    text.result.drafted += nodes - 1
+                drafted = values[2 * depth + 2 :][: 1 + sources] if sources else [nodes - 1]
+                self._add(text, new, [*drafted_by, 0], own, drafted)
 
     def _count(self, result: Generation, accepted: list[int], drafted: int, *proposed: int) -> None:
         """Add a step's counts by source: ``accepted`` has the source bits of the accepted tokens, ``drafted`` is the
@@ -240,11 +239,13 @@ class Queue:
         advice = "use bfloat16 or float32" if dtype == "float16" else "its weights may be damaged"
         return FloatingPointError(f"prompt {text.number + 1}: the target's logits are not finite in {dtype}; {advice}")
 
-    def _add(self, text: Text, new: list[int], drafted_by: list[int], logprobs: Tensor | None, *, step: bool) -> int:
+    def _add(
+        self, text: Text, new: list[int], drafted_by: list[int], logprobs: Tensor | None, drafted: Sequence[int] = ()
+    ) -> None:
         """Append tokens, their ``drafted_by`` and, if they are asked for, their log-probabilities (packed, see
-        :mod:`~draftsmith.inference.engine.logprobs`), trimmed where the text ends; returns how many were appended."""
-        result, request = text.result, text.request
-        stops = self.step.target.stop_ids if request.stop_ids is None else request.stop_ids
+        :mod:`~draftsmith.inference.engine.logprobs`), trimmed where the text ends. ``drafted``: in the step that
+        committed them, the number of drafted nodes, and of those of each source; of the prefill's token empty."""
+        result, request, stops = text.result, text.request, text.stops
         new = new[: text.limit - len(result.tokens)]
         for place, token in enumerate(new):
             if token in stops:
@@ -263,8 +264,9 @@ class Queue:
         if request.logprobs is not None and logprobs is not None:
             result.logprobs = result.logprobs or TokenLogprobs(request.logprobs_mode)
             result.logprobs.add(logprobs[: len(new)], request.logprobs)
-        if step:
+        if drafted:
             result.accepted.append(len(new))
+            self._count(result, drafted_by[: len(new)], *drafted)
         if not result.finish_reason and len(result.tokens) >= text.limit:
             result.finish_reason = "length" if text.limit == request.max_new_tokens else "context"
         if self.on_tokens and self.on_tokens(text.number, list(new)) is False and not result.finish_reason:
@@ -279,4 +281,3 @@ class Queue:
             self.step.end(text.row, result.tokens)
             if self.on_end:
                 self.on_end(text.number, result)
-        return len(new)

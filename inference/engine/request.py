@@ -68,7 +68,7 @@ class Generation:
         proposed by several sources counts for each.
     logprobs, prompt_logprobs: of the new tokens and of the prompt's, if the request asks for them.
     seconds: from the beginning of the prompt's pass to the end of the text, other rows' work included.
-    source: the target and the stop strings, for ``text``.
+    source: the target, the stop ids and the stop strings, for ``text``.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Generation:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     seconds: float = field(default=0.0, compare=False)
-    source: "tuple[Target, Sequence[str]] | None" = field(default=None, compare=False, repr=False)
+    source: "tuple[Target, Collection[int], Sequence[str]] | None" = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -89,9 +89,9 @@ class Generation:
         Raises ValueError: the target has no tokenizer."""
         if self.source is None or self.source[0].tokenizer is None:
             raise ValueError("the target has no tokenizer, which a text needs; take result.tokens")
-        target, strings = self.source
+        target, stops, strings = self.source
         stream = TextStream(target.tokenizer, strings)
-        return stream.add(answer_tokens(target, self.tokens)) + stream.end()
+        return stream.add(answer_tokens(self.tokens, stops)) + stream.end()
 
 
 @dataclass

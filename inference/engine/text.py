@@ -18,18 +18,18 @@ def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def answer_tokens(target: "Target", tokens: Sequence[int]) -> Sequence[int]:
+def answer_tokens(tokens: Sequence[int], stop_ids: Collection[int]) -> Sequence[int]:
     """The tokens of an answer without the stop token that ends it, if one does."""
-    return tokens[:-1] if tokens and tokens[-1] in target.stop_ids else tokens
+    return tokens[:-1] if tokens and tokens[-1] in stop_ids else tokens
 
 
 def answer_text(target: "Target", tokens: Sequence[int]) -> str:
     """The text of a whole answer without the stop token that ends it, be that one special or not."""
-    return decode_text(target.tokenizer, answer_tokens(target, tokens))
+    return decode_text(target.tokenizer, answer_tokens(tokens, target.stop_ids))
 
 
 class StopStrings:
-    """Finder of stop strings in the tokens of growing answers. Special tokens count as text.
+    """Finder of stop strings in the tokens of growing answers, both with special tokens as text and without them.
 
     Text is decoded only where the last token may complete a stop string: where the token's own text, which is decoded
     once, has the last character of one. It is also decoded after each token whose text depends on its neighbours: a
@@ -68,8 +68,8 @@ class StopStrings:
         start = max(0, end - longest - 8)
         while start and _is_byte(self._tokenizer, tokens[start]):
             start -= 1  # the bytes of a run become characters together
-        tail = self._decode(tokens[start:end])
-        return any(string in tail for string in strings)
+        tails = self._decode(tokens[start:end]), decode_text(self._tokenizer, tokens[start:end])
+        return any(string in tail for string in strings for tail in tails)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))

@@ -42,15 +42,15 @@ class ContextCosts:
         before, after = beyond(low), beyond(high)
         return self._products(batch * nodes) + before + (after - before) * (cached - low) / (high - low)
 
-    def inflection(self, nodes: int) -> float:
+    def inflection(self, nodes: int) -> float | None:
         """S*, the length above which a speed-up grows with the batch (MagicDec, arXiv 2408.11049 §3): the products of
-        ``nodes`` verified tokens of a row cost as much as reading its cached ones, both of the largest batch. Infinite
-        where cached tokens cost nothing."""
+        ``nodes`` verified tokens of a row cost as much as reading its cached ones, both of the largest batch. None
+        where cached tokens cost nothing: no length is above it."""
         batch = max(key[0] for key in self.measured)
         per_row = (self._products(batch * nodes) - self._products(batch)) / (batch * (nodes - 1))
         first, last = (self.seconds(batch, length, 1) for length in (self.lengths[0], self.lengths[-1]))
         per_key = (last - first) / (batch * (self.lengths[-1] - self.lengths[0]))
-        return nodes * per_row / per_key if per_key > 0 else float("inf")
+        return nodes * per_row / per_key if per_key > 0 else None
 
 
 @torch.inference_mode()

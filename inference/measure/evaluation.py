@@ -4,7 +4,7 @@ import itertools
 import resource
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -119,9 +119,8 @@ def evaluate(
     """
     if baseline not in BASELINES:
         raise ValueError(f"baseline {baseline!r}: must be one of {', '.join(BASELINES)}")
-    run = _Evaluation(target, drafters, prompts, mode, sampling or Sampling(), max_new_tokens, batch_size)
-    run.lean, run.max_draft_nodes = lean, max_draft_nodes
-    run.logprobs, run.logprobs_mode = logprobs, logprobs_mode
+    decoded = mode, sampling or Sampling(), max_new_tokens, batch_size, lean, max_draft_nodes, logprobs, logprobs_mode
+    run = _Evaluation(target, drafters, prompts, *decoded)
     run.time_methods(baseline, rounds, seconds, kinds)
     run.time_phases()
     run.complete(check_lossless and mode != "mss", one_by_one)
@@ -134,28 +133,24 @@ def evaluate(
     return reports, [run.results(name) for name in run.names]
 
 
+@dataclass
 class _Evaluation:
     """The parts of :func:`evaluate`, in their order."""
 
-    lean: bool | None = None
-    max_draft_nodes: int | None = None
-    logprobs: int | None = None
-    logprobs_mode: LogprobsMode = "raw_logprobs"
+    target: Target
+    drafters: Mapping[str, Drafter | None]
+    prompts: list[list[int]]
+    mode: Mode
+    sampling: Sampling
+    max_new_tokens: int
+    batch_size: int
+    lean: bool | None
+    max_draft_nodes: int | None
+    logprobs: int | None
+    logprobs_mode: LogprobsMode
 
-    def __init__(
-        self,
-        target: Target,
-        drafters: Mapping[str, Drafter | None],
-        prompts: list[list[int]],
-        mode: Mode,
-        sampling: Sampling,
-        max_new_tokens: int,
-        batch_size: int,
-    ) -> None:
-        self.mode: Mode = mode
-        self.target, self.drafters, self.prompts = target, drafters, prompts
-        self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
-        self.names = list(drafters)
+    def __post_init__(self) -> None:
+        self.names = list(self.drafters)
 
     def decode(
         self, decoder: SpeculativeDecoder, group: list[list[int]], rows: int | None = None, **more: Any

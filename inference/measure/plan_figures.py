@@ -23,11 +23,11 @@ def print_plan(facts: dict[str, Any]) -> None:
         table.add_row(*key, f"{alpha:.2f}", *(f"{cell[name]:.2f}" for name in names), least)
     out = make_console(stderr=False)
     out.print(table)
-    stars = ", ".join(f"{each:,.0f} tokens where {nodes} are verified" for nodes, each in facts["inflection"].items())
+    stars = [f"{each:,.0f} tokens where {nodes} are verified" for nodes, each in facts["inflection"].items() if each]
     out.print(
         "Times are in plain steps. α*: acceptance from which on the best setting pays. none: plain decoding is the\n"
         "fastest; the other columns are those of the best setting. In texts longer than S* the speed-up grows with\n"
-        f"the batch: {stars}",
+        f"the batch: {', '.join(stars) or 'here no length is, cached tokens cost nothing'}",
         markup=False,
         highlight=False,
     )
@@ -75,7 +75,7 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         speeds.plot(*zip(*own, strict=True), marker="o", label=f"{length} tokens")
     speeds.axhline(1, color="grey", linewidth=1)
     star = facts["inflection"]["4"]
-    title = f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {star:,.0f})"
+    title = f"Predicted speed-up of the best setting\n(S* at 4 verified tokens: {f'{star:,.0f}' if star else 'none'})"
     speeds.set(title=title, xlabel="rows", ylabel="× plain")
     speeds.set(xscale="log", xticks=batches, xticklabels=batches)
     speeds.minorticks_off()

@@ -283,7 +283,7 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             f"[bold]{escape(name)}[/bold]",
             f"[bold]{report['tokens_per_second']:.1f}[/bold]",
             *ratios,
-            f"{report['mean_accepted_length'] or 0:.2f}",
+            f"{tau:.2f}" if (tau := report["mean_accepted_length"]) else "–",
             f"{before:.2f}" if before else "–",
         )
     console.print(table)
@@ -340,7 +340,7 @@ def print_texts(
             f"prompt {number}" + (f": {legend(drafter, sources)}" if shows_colours() else ""), highlight=False
         )
         console.print(visible(decode_text(target.tokenizer, prompt[-48:])), style="dim", markup=False)
-        tokens = answer_tokens(target, result.tokens)
+        tokens = answer_tokens(result.tokens, target.stop_ids)
         texts = pieces(target.tokenizer, tokens, result.drafted_by[: len(tokens)])
         for text, drafted_by in texts:
             write_text(text, drafted=drafted_by)
@@ -421,7 +421,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     lengths.set_xticks(sorted(histogram))
     lengths.set_xlabel("tokens committed in a step (bonus included)")
     lengths.set_ylabel("% of steps")
-    lengths.set_title(f"Accepted length, mean τ = {report['mean_accepted_length'] or 0:.2f}")
+    tau = report["mean_accepted_length"]
+    lengths.set_title(f"Accepted length, mean τ = {f'{tau:.2f}' if tau else '–'}")
     rates = [100 * rate for rate in report["acceptance_per_position"]]
     places.bar(range(1, len(rates) + 1), rates, color="#2f7d4f")
     places.set_xticks(range(1, len(rates) + 1))

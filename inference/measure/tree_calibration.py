@@ -17,7 +17,7 @@ from filelock import Timeout
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.common.files import cached_about, json_object, locked, write_json
+from draftsmith.common.files import cached_about, locked, object_or_empty, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.answers import answer
@@ -156,8 +156,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 def check_enough(folder: Path, positions: int) -> None:
     """Raises ValueError: the tree that is there was calibrated on more positions than these few."""
-    tree = json_object(folder / "tree.json") if (folder / "tree.json").exists() else {}
-    before = (tree.get("calibration") or {}).get("positions", 0)
+    before = (object_or_empty(folder / "tree.json").get("calibration") or {}).get("positions", 0)
     if positions < min(FEW_POSITIONS, before):
         raise ValueError(
             f"{folder}: {positions:,} positions say too little; tree.json, calibrated on {before:,}, is kept. Give "

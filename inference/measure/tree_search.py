@@ -155,32 +155,28 @@ class Watch:
     """
 
     def __init__(
-        self,
-        seconds: float,
-        set_up_seconds: float = math.inf,
-        show: Callable[[str], None] = lambda note: None,
-        clock: Callable[[], float] = time.monotonic,
+        self, seconds: float, set_up_seconds: float = math.inf, show: Callable[[str], None] = lambda note: None
     ) -> None:
-        self.seconds, self.set_up_seconds, self.show, self.clock = seconds, set_up_seconds, show, clock
-        self.began, self.set_up = clock(), 0.0
+        self.seconds, self.set_up_seconds, self.show = seconds, set_up_seconds, show
+        self.began, self.set_up = time.monotonic(), 0.0
 
     @property
     def elapsed(self) -> float:
         """Without setting up."""
-        return self.clock() - self.began - self.set_up
+        return time.monotonic() - self.began - self.set_up
 
-    def is_up(self, share: float = 1.0) -> bool:
+    def is_up(self) -> bool:
         self.show("")
-        return self.elapsed > share * self.seconds
+        return self.elapsed > self.seconds
 
     @contextmanager
     def setting_up(self, what: str) -> Iterator[None]:
         self.show(f"setting up {what}")
-        since = self.clock()
+        since = time.monotonic()
         try:
             yield
         finally:
-            self.set_up += self.clock() - since
+            self.set_up += time.monotonic() - since
 
 
 @dataclass(frozen=True)

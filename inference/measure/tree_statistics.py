@@ -260,12 +260,7 @@ def path_counts(ranks: Tensor) -> tuple[Counter[tuple[int, ...]], int]:
 def best_tree(ranks: Tensor, nodes: int) -> Topology:
     """The tree of at most ``nodes`` nodes (root included) with the highest expected accepted length; a ValueError if
     there is no position to count on."""
-    counts, positions = path_counts(ranks)
-    if not positions:
-        raise ValueError(_NO_POSITION.format(ranks.shape[-1] + 1))
-    # Ties go to the shorter path, so that no child comes without its parent.
-    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
-    return Topology(tuple(order[: nodes - 1]))
+    return best_trees(ranks[:, :, None], nodes)[0]
 
 
 def selection_tree(ranks: Tensor) -> Topology:
@@ -287,6 +282,11 @@ def accuracy(ranks: Tensor) -> list[list[float]]:
         [round(float((ranks[..., k] == r).sum() / (ranks[..., k] >= 0).sum()), 4) for r in range(MAX_RANK)]
         for k in range(ranks.shape[-1])
     ]
+
+
+def top_shares(ranks: Tensor, top: int = 1) -> list[float]:
+    """By depth, the share of labels among a drafter's ``top`` best tokens, of ranks ``[S, T, K]``."""
+    return (((ranks < top) & (ranks >= 0)).sum((0, 1)) / (ranks >= 0).sum((0, 1))).tolist()
 
 
 def head_facts(ranks: Tensor) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from draftsmith.common.files import json_object
+from draftsmith.common.files import json_object, object_or_empty
 from draftsmith.models.artifact import TEMPLATE
 from draftsmith.models.card import TRAINING, measured, named, served_name, table_of
 from draftsmith.models.dflash import DFlash
@@ -18,9 +18,7 @@ NO_SERVER = "No server has run this folder."  # the card's last line, until `mak
 def fastest_chain(source: ExportSource) -> int:
     """Tokens of the fastest chain that a drafter's calibration timed or estimated; if its tree does not say,
     :data:`TOKENS`, of P-EAGLE all that it drafts in a pass."""
-    path = source.folder / "tree.json"
-    tree = json_object(path) if path.exists() else {}
-    sizes = tree.get("calibration", {}).get("sizes") or []
+    sizes = object_or_empty(source.folder / "tree.json").get("calibration", {}).get("sizes") or []
     chains = [size for size in sizes if size.get("depth") == size["nodes"] - 1]
     if not chains:
         return getattr(source.drafter.config, "parallel", 0) or TOKENS
@@ -81,8 +79,7 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
     --speculative-num-draft-tokens {nodes}"""
 
     commands = sglang(tokens, 1, tokens + 1)
-    tree = source.folder / "tree.json"
-    shape = json_object(tree).get("dynamic") if tree.exists() else None
+    shape = object_or_empty(source.folder / "tree.json").get("dynamic")
     if isinstance(shape, dict) and shape.keys() == {"top_k", "depth", "nodes"}:
         dynamic = sglang(shape["depth"], shape["top_k"], shape["nodes"])
         commands += f"\n# or the dynamic tree that was calibrated:{dynamic}"

@@ -6,12 +6,12 @@ from draftsmith.data.packing import Rows, Sample, Tokenized, pack
 
 
 def test_pack_joins_with_a_separator_and_drops_the_tail():
-    rows = pack([[1, 2, 3], [4], [5, 6]], length=4, separator=0)
+    rows = pack([[1, 2, 3], [4], [5, 6]], "a", length=4, separator=0)
     assert rows.tolist() == [[1, 2, 3, 0], [4, 0, 5, 6]]
     assert rows.dtype == torch.int32
-    with pytest.raises(ValueError, match="4 tokens do not fill one row of 5"):
-        pack([[1, 2, 3]], length=5, separator=0)
-    assert pack([[1, 2, 3, 4]], length=5, separator=0).tolist() == [[1, 2, 3, 4, 0]]
+    with pytest.raises(ValueError, match="data source 'a': 4 tokens do not fill one row of 5"):
+        pack([[1, 2, 3]], "a", length=5, separator=0)
+    assert pack([[1, 2, 3, 4]], "a", length=5, separator=0).tolist() == [[1, 2, 3, 4, 0]]
 
 
 # ---- samples in rows

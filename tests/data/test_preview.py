@@ -38,6 +38,12 @@ def test_preview(recipe, run_main):
     assert "the target itself answers 7 prompts of 9 tokens with up to 11 tokens" in out
 
 
+def test_of_a_streamed_source_the_first_rows(recipe, run_main, monkeypatch):
+    monkeypatch.setattr(preview, "STREAMED", 3)
+    code, out, _ = run_main(preview.main, recipe, "data.train.0.streaming=true")
+    assert code == 0 and "\n3 samples, " in out
+
+
 def test_validation_and_overrides(recipe, run_main):
     code, out, _ = run_main(preview.main, recipe, "--validation", "--count", 1, "data.max_length=20")
     assert code == 0 and "100.0% supervised" in out and "longest 20" in out and out.count("· sample") == 1

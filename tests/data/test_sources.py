@@ -96,10 +96,10 @@ def test_licences():
 
 def test_the_fingerprint_follows_the_text(folder_as_source):
     (folder_as_source / "other.py").write_text("x = 1\n" * 50)
-    before = sources.fingerprint([("package:toy", "train")])
+    before = sources.fingerprint("package:toy", "train")
     (folder_as_source / "other.py").write_text("x = 2\n" * 50)
     forget()
-    assert sources.fingerprint([("package:toy", "train")]) != before
+    assert sources.fingerprint("package:toy", "train") != before
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])

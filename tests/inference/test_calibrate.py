@@ -594,6 +594,8 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     code, _, err = run_main(calibrate.main, *words)
     assert code == 2 and "positions say too little; tree.json, calibrated on 10,781, is kept" in err, err
     assert json.loads((folder / "tree.json").read_text()) == tree
+    (folder / "tree.json").write_text("[[0], [0, 0], [1]]")  # as published trees are: not calibrated
+    assert run_main(calibrate.main, *words)[0] == 0
 
     with tree_calibration.alone(folder):
         assert "another command is working in this run" in run_main(calibrate.main, *words)[2]

@@ -405,11 +405,15 @@ def test_logprobs_are_shown_below_a_text(run_decode, drafter, target):
     (result,) = SpeculativeDecoder(target).generate([Prompt("import os").encode(target)], 9, logprobs=2)
     code, out, err = run_decode(f"{drafter} --prompt 'import os' --raw --max-new-tokens 9 --logprobs 2")
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
-    lines = [line for line in err.splitlines() if re.match(r" +-\d+\.\d{4}  \"", line)]
+    a_token = re.compile(r" +-\d+\.\d{4}  \"")
+    lines = [*filter(a_token.match, err.splitlines())]
     assert len(lines) == len(result.tokens) and result.logprobs
     for line, own, top in zip(lines, result.logprobs.token_logprobs, result.logprobs.top_logprobs, strict=True):
         numbers = [float(number) for number in re.findall(r"(?<!\S)-\d+\.\d{4}(?!\S)", line)]
         assert numbers == pytest.approx([own, *top], abs=1e-4)
+    code, _, err = run_decode(f"{drafter} --prompt 'import os' --raw --max-new-tokens 9 --logprobs 2 --samples 2")
+    total = re.search(r"(\d+) tokens in", err)
+    assert code == 0 and total and len([*filter(a_token.match, err.splitlines())]) == int(total[1]) > len(lines)
 
 
 def test_each_token_has_the_sources_that_drafted_it(drafter):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from draftsmith.models.artifact import write_drafter
 from draftsmith.models.dflash import DFlash
 from draftsmith.models.target import load_target
 from draftsmith.train import dflash
+from draftsmith.train.draft_vocabulary import mask_token
 from draftsmith.train.dry_run import decode_a_little
 
 # ---- the loss
@@ -183,6 +185,9 @@ def test_a_mask_token_that_some_row_has_is_refused(whole, train):
     tokens = load_file(whole / "held_out/model.safetensors")["tokens"]
     message = f"drafter.mask_token_id={tokens[0, 3]}: some rows have this token; give one that no row has, or null"
     assert train.refused("z", f"drafter.mask_token_id={tokens[0, 3]}") == f"error: {message}\n"
+    padded = F.pad(tokens, (0, 3))  # which is no token of a row
+    other = SimpleNamespace(held_out={"tokens": padded}, folder=whole, resume=False, main=False)
+    assert mask_token(other, 0, SimpleNamespace(vocab_size=300), []) == 0
 
 
 def test_begin_with_another_drafter(whole, train):

@@ -81,6 +81,9 @@ def test_a_source_is_looked_at(run_main, tmp_path):
     assert "chats.jsonl: 40 rows are 39 samples" in out and "1 of 40 rows skipped: 1 × an empty conversation" in out
     assert "312 rows in all are 8.0 epochs of 39" in out, "8 sequences of 39 steps"
     assert re.search(r"are reached \(assumptions\): H200 0\.00 h, .*, L4 0\.00 h", " ".join(out.split()))
+    (tmp_path / "chats.jsonl").write_text("")
+    code, _, err = run_main(medusa.main, ROOT / "recipes/tiny-medusa.yaml", *options, "target.name=nobody/nothing")
+    assert code == 2 and "chats.jsonl' is empty" in err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What every family's training does alike: only its drafter trains, micro-batches add up, a killed run goes on bit for
 bit, and what a recipe cannot mean is one line before anything slow."""
 
+import json
 import os
 import shutil
 import sys
@@ -215,6 +216,7 @@ def words(tiny_lm, tmp_path_factory, make_target):
     """What stands in capitals in a refusal: folders and files."""
     place = tmp_path_factory.mktemp("words")
     (place / "short.jsonl").write_text('{"prompt": "Shall I? ", "completion": "y"}\n' * 4)
+    (place / "story.jsonl").write_text(json.dumps({"prompt": "Go. ", "completion": "y" * 270}) + "\n")
     target, other = load_target(str(tiny_lm)), make_target("llama")
     made = {
         "BASE": (target, "eagle", Eagle.for_target(target, 1, "shared")),
@@ -225,7 +227,8 @@ def words(tiny_lm, tmp_path_factory, make_target):
     for word, (of, kind, drafter) in made.items():
         write_drafter(place / word.lower(), kind, drafter.config.to_dict(), drafter.state_dict(), of, {})
     folders = {word: place / word.lower() for word in made}
-    return {"SHORT": place / "short.jsonl", "PLACE": place, "TARGET": tiny_lm, **folders}
+    files = {word: place / f"{word.lower()}.jsonl" for word in ("SHORT", "STORY")}
+    return {**files, "PLACE": place, "TARGET": tiny_lm, **folders}
 
 
 LONG = "data.train.0.answers.prompt_tokens=300"
@@ -234,6 +237,7 @@ REFUSALS = [
     ("medusa", "data.max_length=20", "max_length=20 is less than the 12 + 24 tokens of a prompt and its answer"),
     ("medusa", "data.train.0.answers.new_tokens=4", "answers.new_tokens must exceed drafter.num_draft_heads + 1 = 4"),
     ("medusa", LONG, "has 300 tokens; the target's context holds 256 with the answer"),
+    ("medusa", "data.max_length=300 & data.train=[{source: STORY}]", "has 256 positions; set data.max_length=256, or"),
     ("medusa", "target.quantize=4bit", "have to be a multiple of 64 wide, these are 32, 48; use target.quantize=8bit"),
     ("medusa", "data.validation=[{source: SHORT}]", "evaluations measure drafts of 3 tokens, and no answer"),
     ("medusa", "evaluate.decode=4", "decode=4 is not a multiple of every=3"),
@@ -282,7 +286,11 @@ REFUSALS = [
     ("dynaspec", f"{LISTS} & data.train.0={{source: x.jsonl, streaming: true}}", "a streamed source has no end"),
     ("dynaspec", f"{LISTS} & drafter.corpus=[{{source: x.jsonl, streaming: true}}]", "a streamed source has no end"),
     ("lm", "model.num_kv_heads=3", "'model': num_heads=4 is not a multiple of num_kv_heads=3"),
-    ("lm", "stages.1.max_length=1000000", "the data set is empty: "),
+    (
+        "lm",
+        "stages.1.max_length=1000000 & model.max_position_embeddings=1000000",
+        " do not fill one row of 1,000,000; leave it out",
+    ),
     ("lm", "data.packing=true", "data.packing: it is for drafters, and this script trains a model"),
     ("lm", "data.template=x.jinja", "data.template: it is for drafters"),
     ("lm", "data.template_arguments={a: 1}", "data.template_arguments: it is for drafters"),

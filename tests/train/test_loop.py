@@ -520,6 +520,23 @@ def test_the_best_weights_are_kept(tmp_path):
     assert same(checkpoint.read_tensors(run.checkpoints / "best/toy"), seen[2])
 
 
+def test_the_best_weights_are_of_the_run_that_went_on(tmp_path):
+    """A checkpoint has those of its time: a later evaluation had replaced them when the run was killed."""
+
+    def run(values, resume):
+        given = iter(values)
+        evaluate = lambda module: {"validation_loss": next(given)}  # noqa: E731
+        fit(job(tmp_path, resume, every=2, evaluate_every=1), Toy(), stage(steps=5), evaluate=evaluate)
+
+    with pytest.raises(StopIteration):  # in the place of a kill, at step 4
+        run([9.0, 5.0, 3.0, 2.0], False)
+    (last,) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    wanted = checkpoint.read_tensors(last)
+    assert not same(checkpoint.read_tensors(tmp_path / "checkpoints/best/toy"), wanted)
+    run([4.0, 4.0, 4.0], True)
+    assert same(checkpoint.read_tensors(tmp_path / "checkpoints/best/toy"), wanted)
+
+
 # ---- stopping and going on
 
 
@@ -684,6 +701,7 @@ def test_one_recipe_for_any_number_of_processes(batch, processes, wanted):
 
 
 def test_a_launcher_that_ran_other_processes_is_found_out(monkeypatch):
+    launch.make_accelerator(Precision(threads=1))  # accelerate has looked at the environment before
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched but accelerate sees 1; on CPU launch with"):
         launch.make_accelerator(Precision(threads=1))

@@ -123,17 +123,28 @@ def test_hidden_states_stay_with_their_rows():
     batch = WithHidden(rows, hidden).batch([2, 0], 6)
     assert torch.equal(batch["hidden"][:, :4], hidden[[2, 0]]) and not batch["hidden"][:, 4:].any()
     assert torch.equal(batch["tokens"], rows.batch([2, 0], 6)["tokens"])
+    stage = Sampler([WithHidden(rows, hidden), rows_of(4)], [1.0, 1.0], 0, ["a", "b"]).stage(9)
+    kept = ["hidden" in stage(range(n, n + 1)) for n in range(9)]
+    for n, both in enumerate(zip(kept, kept[1:], strict=False)):
+        assert ("hidden" in stage(range(n, n + 2))) == all(both), "what only some rows have is asked for later"
+    assert (True, False) in zip(kept, kept[1:], strict=False)
 
 
-def test_held_out_rows_are_of_each_source_in_turn(monkeypatch):
+def test_held_out_rows_are_of_each_source_in_turn(monkeypatch, capsys):
     """So that the first ones, by which the best weights are chosen, are not of the first source alone."""
     sources = [rows_of(2, 2, 2, 2), rows_of(3, begin=10), rows_of(2, 2, begin=20)]
     monkeypatch.setattr(samples, "rows_of", lambda *_: sources)
-    held_out = samples.held_out_rows(None, None)
+    recipe = SimpleNamespace(evaluate=SimpleNamespace(sequences=8), data=SimpleNamespace(validation=sources))
+    held_out = samples.held_out_rows(recipe, None)
     assert held_out["tokens"][:, 0].tolist() == [0, 10, 20, 2, 22, 4, 6]
     assert held_out["supervised"].sum(1).tolist() == [2, 3, 2, 2, 2, 2, 2]
     del sources[1:]
-    assert torch.equal(samples.held_out_rows(None, None)["tokens"], sources[0].batch(range(4))["tokens"])
+    assert torch.equal(samples.held_out_rows(recipe, None)["tokens"], sources[0].batch(range(4))["tokens"])
+    monkeypatch.setattr(samples, "HELD_OUT", 2)
+    assert len(samples.held_out_rows(recipe, None)["tokens"]) == 4, "as many as evaluations use"
+    recipe.evaluate.sequences, sources[0].label = 3, "a.jsonl"
+    assert len(samples.held_out_rows(recipe, None)["tokens"]) == 3
+    assert "a.jsonl: the first 3 of 4 rows are used" in capsys.readouterr().out
 
 
 def test_prompts_precede_the_first_label():

@@ -70,6 +70,8 @@ class Unlikelihood(Section):
     def _answers(self) -> "Unlikelihood":
         if self.source.answers is None:
             raise ValueError("source needs 'answers'")
+        if not self.source.installed:
+            raise ValueError(f"source '{self.source.source}': only text of stdlib and package:NAME is continued")
         return self
 
 
@@ -105,6 +107,9 @@ class LmRecipe(TrainingRecipe):
         refuse_set(self, UNREAD, "it is for drafters, and this script trains a model on all tokens of its text")
         if any(source.answers is not None for source in [*self.data.train, *self.data.validation]):
             raise ValueError("answers: they are for drafters, and this script trains on the text itself; leave it out")
+        longest = max(self.data.max_length, *(stage.max_length for stage in self.stages))
+        if longest > (positions := self.model.max_position_embeddings):
+            raise ValueError(f"rows of {longest} tokens, but model.max_position_embeddings is {positions}; raise it")
         for source in self.data.train:
             if source.streaming and source.limit is None:
                 raise ValueError(

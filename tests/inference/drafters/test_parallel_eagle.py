@@ -146,13 +146,14 @@ def test_drafts_do_not_see_each_others_tokens(make_target):
     assert not torch.isclose(before, drafts(features, later)).all(-1).any(), "the next token is seen at every depth"
 
 
-def test_another_tree_has_no_acceptance_of_the_first(make_target):
+def test_another_tree_has_not_the_first_ones_acceptance(make_target):
+    """Its own is not known: a half per depth."""
     target = suite.phrases(make_target)
     tree = Topology(((0,), (0, 0), (1,)))
     drafter = ParallelEagleDrafter(untrained(target, "parallel"), target, tree, [0.5, 0.3, 0.2])
-    assert drafter.has_acceptance
     other = drafter.with_tree((1, 1))
-    assert not other.has_acceptance and drafter.acceptances and other.num_nodes == 3
+    assert other.num_nodes == 3 and other.tree.acceptance.tolist() == [[1.0, 0.5, 0.25]]
+    assert drafter.tree.acceptance[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.2])
     (result,) = SpeculativeDecoder(target, other).generate([STARTS[0]], 20, stop_ids=NONE)
     assert result.tokens == suite.plain_texts(target, [Request(STARTS[0], 20, stop_ids=NONE)])[0]
 
@@ -202,7 +203,7 @@ def test_a_folder_is_calibrated_and_decodes(run_main, tiny_lm, tmp_path):
     tree = json.loads((folder / "tree.json").read_text())
     assert tree["calibration"]["positions"] > 10 and tree["calibration"]["dynamic"]
     (folder / "tree.json").write_text(json.dumps({"dynamic": {"top_k": 3, "depth": 3, "nodes": 9}}))
-    for name in (str(folder), f"{folder}+ngram"):
+    for name in (str(folder), f"{folder}+ngram", f"{folder}@2,1", f"{folder}@2,1+ngram"):
         loaded, drafter = load_drafter(name, device="cpu", dtype="float32")
         (result,) = SpeculativeDecoder(loaded, drafter).generate([[5, 6, 7]], 12, stop_ids=NONE)
         (plain,) = SpeculativeDecoder(loaded).generate([[5, 6, 7]], 12, stop_ids=NONE)

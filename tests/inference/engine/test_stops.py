@@ -69,10 +69,13 @@ def case(tiny_lm, greedy_texts):
 def decoded(case, rows=1, new=NEW, **options):
     """The results of the first prompts, whose lists are checked to be as long as their texts."""
     target, prompts, truth = case
-    heard = [[] for _ in range(rows)]
+    heard, drafted = [[] for _ in range(rows)], {}  # as they stood when a text ended
+    options |= {"on_tokens": lambda n, tokens: heard[n].extend(tokens)}
+    options |= {"on_end": lambda n, result: drafted.update({n: result.drafted})}
     decoder = SpeculativeDecoder(target, Foreseeing(target, prompts, truth))
-    results = decoder.generate(prompts[:rows], new, on_tokens=lambda n, tokens: heard[n].extend(tokens), **options)
-    for result, tokens in zip(results, heard, strict=True):
+    results = decoder.generate(prompts[:rows], new, **options)
+    for number, (result, tokens) in enumerate(zip(results, heard, strict=True)):
+        assert drafted[number] == result.drafted == DEPTH * len(result.accepted)
         assert tokens == result.tokens and len(result.drafted_by) == len(tokens) == 1 + sum(result.accepted)
         assert 0 not in result.accepted
         sources = [[1] * (count - 1) + [0] for count in result.accepted]
@@ -113,6 +116,16 @@ def test_a_stop_string_ends_a_text_inside_a_draft(case, rows, begin, end, new):
         assert (other.tokens, other.finish_reason) == (text[: right or new], "stop" if right else "length")
 
 
+def test_a_stop_string_of_the_text_that_is_shown(case):
+    """A special token inside it, which the text leaves out, does not hide it."""
+    truth, decode = case[2][0], case[0].tokenizer.decode
+    shown, stop = decode(truth[2]), decode(truth[2])[-1] + decode(truth[4])
+    assert stop not in decode(truth[:5])
+    (result,) = decoded(case, stop_ids=NONE, stop_strings=[stop])
+    assert (result.tokens, result.finish_reason) == (truth[:5], "stop")
+    assert result.text == decode(truth[:2]) + shown[:-1]
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("places", [(2,), (1, 2), (5, 2), (7,), (6, 8), (0,)])
 def test_end_ids_inside_a_draft(case, rows, places):
@@ -122,6 +135,7 @@ def test_end_ids_inside_a_draft(case, rows, places):
     for result, text in zip(decoded(case, rows, stop_ids=stops), truth, strict=False):
         right = next((n + 1 for n in range(NEW) if text[n] in stops), 0)
         assert (result.tokens, result.finish_reason) == (text[: right or NEW], "stop" if right else "length")
+        assert result.text == decode_text(case[0].tokenizer, result.tokens[: right - 1] if right else result.tokens)
     whole = decoded(case, rows, stop_ids=NONE)
     assert [result.tokens for result in whole] == [text[:NEW] for text in truth[:rows]]
     assert SPECIAL in whole[0].tokens[:-1] and {result.finish_reason for result in whole} == {"length"}

@@ -303,7 +303,7 @@ def test_trees_are_compared_on_the_same_texts(folder, monkeypatch):
     trees = [chain(2), *tree_search.SHAPES]
 
     class TwoPrompts(Watch):
-        def is_up(self, share=1.0):
+        def is_up(self):
             calls.append(None)
             return len(calls) == 2
 
