@@ -128,12 +128,12 @@ def check_room(folder: Path, parameters: int, recipe: Recipe, stage: Stage) -> N
     saved = recipe.checkpoint.keep + 1  # the oldest goes last
     if stage.steps is not None:  # epochs are not counted yet
         saved = min(saved, -(-stage.steps // recipe.checkpoint.every))
-    wanted = parameters * (4 + moments) * saved
+    wanted = parameters * ((4 + moments) * saved + 4 * (saved + 1))  # with the best weights of each time, and the last
     there = sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))  # they are replaced
     free = shutil.disk_usage(folder).free
     if wanted > free + there:
         raise ValueError(
-            f"{folder}: {saved} checkpoints of {parameters / 1e6:,.0f} M parameters with their optimizer take "
+            f"{folder}: {saved} checkpoints of {parameters / 1e6:,.0f} M weights, with optimizer and best ones, take "
             f"{wanted / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; free some, lower checkpoint.keep, or set "
             "run.output_dir"
         )

@@ -378,10 +378,10 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
         was = state.get("depends_on", {})  # older ones have none
         changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
         if changed:
-            shown = (f"{what} ({was[what]}, now {now})" if len(now) < 32 else what for what, now in changed.items())
+            shown = (f"{what} ({was[what]}, now {now})" if 0 < len(now) < 32 else what for what, now in changed.items())
             console.print(
-                f"  since the checkpoint has changed: {', '.join(shown)}; the steps from here on are not to the bit "
-                "those of a run without a stop",
+                f"  since the checkpoint has changed: {', '.join(shown)}; the steps from here on are not those "
+                "of a run without a stop",
                 style="yellow",
             )
         rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)

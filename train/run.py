@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -107,7 +106,7 @@ class Run(Generic[R]):
     seconds: of the steps so far, over all stages, without evaluations and checkpoints.
     used: seconds of the stage so far, evaluations and checkpoints included; counted only where the stage has a limit.
     at_once: tokens of a forward pass of the stage's training, which those of evaluations do not exceed.
-    depends_on: what else the steps depend on, by name: hashes, and versions of libraries.
+    depends_on: what else the steps depend on, by name: hashes, versions of libraries, numbers of the recipe.
     resumed: the checkpoint's weights are restored.
     """
 
@@ -282,14 +281,6 @@ class Run(Generic[R]):
                 console.print(line, style="yellow")
         rows = rows_of(recipe, "train", target)
         held_out = held_out_rows(recipe, target)
-        longest = max(
-            int(np.diff(part.samples.starts).max()) if isinstance(part, Rows) else part.length for part in rows
-        )
-        if longest > target.context:
-            raise ValueError(
-                f"a training sample has {longest:,} tokens, and {target.name} has {target.context:,} positions; set "
-                f"data.max_length={target.context}, or lower"
-            )
         if self.main:
             checkpoint.write_tensors(self.folder / "held_out", held_out)
         if self.main and not self.small and (seen := seen_in_training(held_out, rows)):

@@ -185,6 +185,7 @@ def answered(
             )
         else:
             request_file.unlink(missing_ok=True)
+            quiet, console.quiet = console.quiet, False  # whichever process makes them says so
             if target.end_warning:
                 console.print(target.end_warning, style="yellow")
             what = "prompt" if source.installed else "conversation"
@@ -196,6 +197,7 @@ def answered(
                     made = answer(target, [p.tokens for p in found], ask.new_tokens, ask.batch_size, bar)
                 else:
                     made = answer_chats(target, source, max_skipped, bar)
+            console.quiet = quiet
             checkpoint.write_tensors(folder, made)
             write_json(request_file, request)
     target.tokenizer.chat_template = own
@@ -244,6 +246,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             streamed = StreamedRows(source, recipe.data, target.tokenizer, recipe.run.seed, state, keep=keep)
             rows.append(streamed)
             lines = streamed.skipped.lines()
+            check_context(target, source, "may have", recipe.data.max_length)
             console.print(f"  {which}: {source.label}: streamed{'; in its first window:' if lines else ''}")
             for line in lines:
                 console.print(f"    {line}")
@@ -258,6 +261,7 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
                     f"data source '{source.label}': token id {largest} is outside the target's vocabulary of "
                     f"{target.vocab_size}; its token_ids are another model's, leave them out"
                 )
+        check_context(target, source, "has", int(np.diff(samples.starts).max(initial=0)))
         labels = int(samples.supervised.sum())
         console.print(
             f"  {which}: {source.label}: {len(samples)} samples, {len(samples.tokens):,} tokens, "
@@ -269,6 +273,15 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
             console.print(f"  validation: {line}", style="yellow")
         rows.append(Rows(samples, recipe.data.max_length, share=recipe.data.packing and which == "train"))
     return rows
+
+
+def check_context(target: Target, source: Source, has: str, longest: int) -> None:
+    """Raises ValueError: a sample of the source has, or may have, more tokens than the target's positions."""
+    if longest > target.context:
+        raise ValueError(
+            f"data source '{source.label}': a sample {has} {longest:,} tokens, and the target has {target.context:,} "
+            f"positions; set data.max_length={target.context}, or lower"
+        )
 
 
 def held_out_rows(recipe: DrafterRecipe, target: Target) -> Batch:

@@ -70,12 +70,18 @@ class MedusaDrafter(Drafter):
         """Nothing: heads keep no state."""
 
     def propose(self, state: State) -> TokenTree:
+        depths, noise = self.depths[: self.max_depth], state.noise
+        if isinstance(self.tree, IndependentTree):
+            log_q, tokens = self.head.best(state.feature, self.ranks, depths, noise)
+            return self.tree.grow(state.root, log_q if noise is not None else self.tree.log_acceptance(log_q), tokens)
         if not self.max_depth:
-            return self.tree.fill(state.root, state.root[:, None, None])
-        log_q, tokens = self.head.best(state.feature, self.ranks, self.depths[: self.max_depth], state.noise)
-        if isinstance(self.tree, RankTree):
-            return self.tree.fill(state.root, tokens)
-        return self.tree.grow(state.root, log_q if state.noise is not None else self.tree.log_acceptance(log_q), tokens)
+            tokens = state.root[:, None, None]
+        elif noise is not None:
+            logits, ids = self._logits(state.feature)
+            *_, tokens = noise.best(logits, depths, self.ranks, ids)
+        else:
+            tokens = self.head.best(state.feature, self.ranks, depths, None)[1]
+        return self.tree.fill(state.root, tokens)
 
     def _logits(self, feature: Tensor) -> tuple[Tensor, Tensor | None]:
         """``[B, d] → [B, K, S]``, without a scale or cap of the target's own, as in training."""

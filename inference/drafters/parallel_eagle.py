@@ -66,10 +66,10 @@ class ParallelEagleDrafter(EagleDrafter):
             return
         topology = tree if isinstance(tree, Topology) else product(tree)
         _check(topology, self.eagle)
-        # Of an expansion none is known; a half per depth, as of a tree without a calibration in a merge.
+        # Where none is known, a merge reckons with a half per depth.
         acceptances = self.acceptances or [0.5 ** len(path) for path in topology.paths]
         self.tree = RankTree(topology, self.device, acceptances)
-        self.has_acceptance, self.ranks = True, self.tree.ranks
+        self.has_acceptance, self.ranks = self.acceptances is not None, self.tree.ranks
         self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
         self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
 

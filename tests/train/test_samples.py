@@ -125,9 +125,9 @@ def test_hidden_states_stay_with_their_rows():
     assert torch.equal(batch["tokens"], rows.batch([2, 0], 6)["tokens"])
     stage = Sampler([WithHidden(rows, hidden), rows_of(4)], [1.0, 1.0], 0, ["a", "b"]).stage(9)
     kept = ["hidden" in stage(range(n, n + 1)) for n in range(9)]
-    for n, both in enumerate(zip(kept, kept[1:], strict=False)):
+    for n, both in enumerate(itertools.pairwise(kept)):
         assert ("hidden" in stage(range(n, n + 2))) == all(both), "what only some rows have is asked for later"
-    assert (True, False) in zip(kept, kept[1:], strict=False)
+    assert (True, False) in itertools.pairwise(kept)
 
 
 def test_held_out_rows_are_of_each_source_in_turn(monkeypatch, capsys):

@@ -147,11 +147,12 @@ def test_drafts_do_not_see_each_others_tokens(make_target):
 
 
 def test_another_tree_has_not_the_first_ones_acceptance(make_target):
-    """Its own is not known: a half per depth."""
+    """Its own is not known: a merge reckons with a half per depth."""
     target = suite.phrases(make_target)
     tree = Topology(((0,), (0, 0), (1,)))
     drafter = ParallelEagleDrafter(untrained(target, "parallel"), target, tree, [0.5, 0.3, 0.2])
     other = drafter.with_tree((1, 1))
+    assert drafter.has_acceptance and not other.has_acceptance, "alone, all its nodes are verified"
     assert other.num_nodes == 3 and other.tree.acceptance.tolist() == [[1.0, 0.5, 0.25]]
     assert drafter.tree.acceptance[0].tolist() == pytest.approx([1.0, 0.5, 0.3, 0.2])
     (result,) = SpeculativeDecoder(target, other).generate([STARTS[0]], 20, stop_ids=NONE)

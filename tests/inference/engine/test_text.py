@@ -96,8 +96,8 @@ def check_against_decoding_each_step(tokenizer, rounds):
             start = max(0, end - longest - 8)
             while start and re.fullmatch("<0x..>", str(tokenizer.convert_ids_to_tokens(tokens[start]))):
                 start -= 1
-            tail = decode(tokens[start:end])
-            if any(string in tail for string in strings):
+            tails = decode(tokens[start:end]), decode(tokens[start:end], skip_special_tokens=True)
+            if any(string in tail for string in strings for tail in tails):
                 right = end
                 break
         end = before = 0
@@ -128,7 +128,7 @@ def test_text_is_decoded_where_a_stop_string_may_end(tiny_lm, monkeypatch):
     assert StopStrings(tokenizer).end(tokens, 0, [f"<|{len(tokens)}|>"]) == 0
     once = [ids for ids in decoded if len(ids) == 2 and ids[0] == ids[1]]
     closing = [token for token in tokens if ">" in decode([token])]
-    assert len(once) == len({*tokens}) and len(decoded) - len(once) == len(closing) < len(tokens) / 50
+    assert len(once) == len({*tokens}) and len(decoded) - len(once) == 2 * len(closing) < len(tokens) / 25
 
 
 @pytest.mark.parametrize(
