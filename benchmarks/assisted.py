@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_options, chosen, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_prompts
 from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import choose_device
 

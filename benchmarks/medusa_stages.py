@@ -27,7 +27,7 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder, read_text
-from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_prompts
 from draftsmith.train.early import reader
 
 PARSER = CommandLine(__doc__)

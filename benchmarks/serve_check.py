@@ -32,8 +32,7 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.benchmarks.servers import SERVERS
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.options import check_counts, check_prompts
 from draftsmith.inference.drafters.names import NGRAM, check_names, ngram_lengths
 
 DAMAGES = ("transposed", "shifted-layers", "no-bias", "shifted-vocabulary")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_prompts
 
 SAME = 1e-3  # of a token's features: relative difference by the order of float32 sums at most
 STEPS = 6  # of the training

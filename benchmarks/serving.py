@@ -54,7 +54,7 @@ from draftsmith.benchmarks.options import (
     prompts_option,
 )
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 

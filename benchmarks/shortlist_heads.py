@@ -32,7 +32,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, check_options, chosen, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
+from draftsmith.inference.commands.options import check_prompts
 from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import choose_device
 

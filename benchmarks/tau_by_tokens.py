@@ -26,8 +26,7 @@ from typing import Any
 from draftsmith.benchmarks.options import check_once, check_options, chosen, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_file
-from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.options import check_counts, check_prompts
 from draftsmith.inference.drafters.names import check_names
 
 ALL, TREE, FIXED, DYNAMIC = "all", "tree", "fixed tree", "dynamic tree"

@@ -21,8 +21,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, chosen, list_option, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.options import check_counts, check_prompts
 from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 

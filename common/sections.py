@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from draftsmith.common.data_sections import Data
 from draftsmith.common.field_types import (

@@ -40,15 +40,6 @@ _EXTENSIONS = {"top_k", "min_p", "repetition_penalty", *TOKEN_IDS}  # not in Ope
 T = TypeVar("T")
 
 
-def api_key() -> str:
-    """The key in the environment; empty if there is none.
-    Raises ValueError: it has a character that no header can hold."""
-    key = os.environ.get(KEY, "").strip()
-    if not (key.isascii() and (key.isprintable() or not key)):  # http.client's own message would show it
-        raise ValueError(f"{KEY}: holds a line break or a character that no header may hold; set it again")
-    return key
-
-
 def check_server(url: str, seconds: float = CONNECT, said_by: str = "endpoint.url") -> None:
     """Check that a server listens at a URL (or at its proxy), before any request is made.
 
@@ -162,7 +153,9 @@ class Server:
 
     def __post_init__(self) -> None:
         self._opener = urllib.request.build_opener(_NoRedirects)
-        self._key = api_key()
+        self._key = os.environ.get(KEY, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):  # http.client's own message would show it
+            raise ValueError(f"{KEY}: holds a line break or a character that no header may hold; set it again")
 
     def answer(self, messages: Sequence[Message], **options: Any) -> Answer:
         """The model's answer to a conversation, with its token ids if the server has them.

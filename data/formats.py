@@ -19,7 +19,9 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
+
+from typing_extensions import NotRequired
 
 from draftsmith.data.rows import UnusableRow
 
@@ -49,13 +51,6 @@ class Completion:
 
     prompt: str
     completion: str
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The user's messages of a conversation, at least one; each is asked after the answer to the one before."""
-
-    texts: tuple[str, ...]
 
 
 class TokenIds(TypedDict):
@@ -107,9 +102,9 @@ def read_sample(row: Any) -> str | list[Message] | Completion:
     return [m for i, m in enumerate(chat) if i >= first or m["role"] != "assistant"]
 
 
-def read_prompt(row: Any) -> str | list[Message] | Turns:
+def read_prompt(row: Any) -> str | list[Message] | tuple[str, ...]:
     """A row that asks something: a text, a conversation (with the assistant's messages, if it has any), or the user's
-    turns. The ``completion`` of a prompt is ignored.
+    turns (a tuple), each asked after the answer before it. The ``completion`` of a prompt is ignored.
     Raises UnusableRow: none of the known formats, malformed, or empty."""
     fields = _fields(row)
     chat = _conversation(fields)
@@ -119,7 +114,7 @@ def read_prompt(row: Any) -> str | list[Message] | Turns:
         turns = fields["turns"]
         if not isinstance(turns, list | tuple) or not turns:
             raise UnusableRow(f"turns is {_kind(turns)}; a list of texts is needed")
-        return Turns(tuple(_filled(turn, "one of the turns") for turn in turns))
+        return tuple(_filled(turn, "one of the turns") for turn in turns)
     if "prompt" not in fields:
         raise _unknown(fields, "one of messages, conversations, turns or prompt")
     if isinstance(fields["prompt"], list | tuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from draftsmith.common.command import make_console
 from draftsmith.common.data_sections import Source
-from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, TokenIds, Turns, read_prompt, unused_fields
+from draftsmith.data.formats import FLAGS, REASONING, RESULTS, Message, TokenIds, read_prompt, unused_fields
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
 console = make_console()
@@ -66,7 +66,7 @@ def read_seed(row: Any) -> tuple[Message, ...]:
     call, which the target has not made.
     Raises UnusableRow: as :func:`draftsmith.data.formats.read_prompt`; or the user asks nothing."""
     content = read_prompt(row)
-    texts = content.texts if isinstance(content, Turns) else [content] if isinstance(content, str) else []
+    texts = content if isinstance(content, tuple) else [content] if isinstance(content, str) else []
     chat = content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
     before = itertools.takewhile(lambda m: m["role"] not in RESULTS, chat)
     messages = [{name: m[name] for name in ("role", "content")} for m in before if m["role"] != "assistant"]
@@ -109,6 +109,7 @@ def read_seeds(sources: Sequence[Source], max_skipped: float = 0.1) -> tuple[lis
     return [seed for _, seed in sorted(placed, key=itemgetter(0))], total
 
 
+@dataclass(eq=False)
 class RequestFailed(Exception):
     """A request without an answer.
 
@@ -118,17 +119,11 @@ class RequestFailed(Exception):
     fields: sampling parameters of the request that a refusal names.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        detail: str = "",
-        retry: bool = False,
-        retry_after: float | None = None,
-        fields: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(reason)
-        self.reason, self.detail, self.retry, self.retry_after = reason, detail, retry, retry_after
-        self.fields = fields
+    reason: str
+    detail: str = ""
+    retry: bool = False
+    retry_after: float | None = None
+    fields: frozenset[str] = frozenset()
 
 
 class WrittenTurns:

@@ -31,8 +31,7 @@ import math
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.commands.options import check_counts, check_prompts, check_threads
 from draftsmith.inference.drafters.names import check_names, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 

@@ -88,11 +88,8 @@ def check_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], b
 
 def compare(columns: Columns) -> dict[str, Any]:
     """A figure of A and of B over all prompts or groups, their difference and ratio, and the 95 % intervals of both.
-
-    Args:
-        columns: of each prompt or group two amounts, whose sums' ratio is the figure, or four: those of a method and of
-            its baseline; of A, then of B.
-    """
+    ``columns``: of each prompt or group two amounts, whose sums' ratio is the figure, or four: those of a method and of
+    its baseline; of A, then of B."""
     import torch
     from torch import Tensor
 

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, counted, run_command
 from draftsmith.common.files import check_file
-from draftsmith.inference.commands.early import check_prompts
-from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.commands.options import check_counts, check_prompts, check_threads
 from draftsmith.inference.drafters.names import SELECTORS, TRIED, check_names
 from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, target_arguments, target_options

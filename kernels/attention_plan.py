@@ -109,9 +109,7 @@ class Plans:
     """The plans of a step's forward passes, those of drafters too, each made when it is first asked for.
 
     A plan also serves passes of shorter prefixes and fewer tree keys: the kernel reads no tile beyond a row's own.
-
-    Args:
-        lengths: ``[B]`` int64, the longest prefix of each row in any of the passes; unchanged until the last one.
+    ``lengths``: ``[B]`` int64, the longest prefix of each row in any of the passes; unchanged until the last one.
     """
 
     def __init__(self, lengths: Tensor) -> None:

@@ -110,11 +110,8 @@ def _may_measure(device: torch.device) -> bool:
 
 def measure_tile(shape: Shape, attention: Callable[..., Tensor]) -> None:
     """Find the fastest tile of a shape, once on this machine: stored, or measured now while the budget lasts. One that
-    fails, or whose results are far from those of the first, is never chosen.
-
-    Args:
-        attention: ``(q, k, v, lengths)`` → the output, of a chain of queries, by the tile that :func:`tile_of` gives.
-    """
+    fails, or whose results are far from those of the first, is never chosen. ``attention``: ``(q, k, v, lengths)`` →
+    the output, of a chain of queries, by the tile that :func:`tile_of` gives."""
     global _spent
     rows, queries, heads, kv_heads, width, dtype, device = shape
     key = shape.wide_key

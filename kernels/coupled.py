@@ -30,11 +30,7 @@ _BLOCK = 1024  # tokens of a program
 
 
 def uniforms(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """u of tokens, float32 in (0, 1).
-
-    Args:
-        seed, position, token: int64, of shapes that broadcast to the result's.
-    """
+    """u of tokens, float32 in (0, 1). ``seed, position, token``: int64, of shapes that broadcast to the result's."""
     counter = token // 64 * 16 + token % 16
     words = torch.stack(philox_words(counter, position, position >> 32, _STREAM, seed), -1)
     word = (token // 16 % 4).expand(words.shape[:-1])

@@ -82,9 +82,12 @@ def runs(tensor: Tensor) -> bool:
     )
 
 
+@cache
 def function(name: str, dtype: torch.dtype) -> Any:
     """A function of the library, by ctypes."""
-    return _functions()[name, dtype]
+    found = getattr(library(), f"{name}_{_SUFFIX[dtype]}")
+    found.argtypes, found.restype = _ARGUMENTS[name], None
+    return found
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -94,23 +97,11 @@ def address(tensor: Tensor | None) -> int | None:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x weightᵀ + bias``: ``x [M, K]``, ``weight [N, K]``, ``bias [N]`` of one dtype → ``[M, N]``."""
-    x, weight = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, weight))
-    if weight.stride(0) != weight.shape[1]:
-        weight = weight.contiguous()
+    x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
     out = x.new_empty(len(x), len(weight))
     tensors = (weight.data_ptr(), address(bias), out.data_ptr())
     function("product", x.dtype)(x.data_ptr(), x.stride(0), *tensors, out.stride(0), *x.shape, len(weight))
     return out
-
-
-@cache
-def _functions() -> dict[tuple[str, torch.dtype], Any]:
-    built, functions = library(), {}
-    for name, arguments in _ARGUMENTS.items():
-        for dtype, suffix in _SUFFIX.items():
-            functions[name, dtype] = one = getattr(built, f"{name}_{suffix}")
-            one.argtypes, one.restype = arguments, None
-    return functions
 
 
 @cache

@@ -364,16 +364,8 @@ def _sum_parts_kernel(
 
 
 def sum_parts(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``out = Σ_s parts[s] + bias``, rounded once.
-
-    Args:
-        parts: ``[S, M, N]``, from :func:`few_rows_product`; the last stride is 1.
-        out: ``[M, N]``, written to; the last stride is 1.
-        bias: ``[N]``.
-
-    Returns:
-        ``out``.
-    """
+    """``out = Σ_s parts[s] + bias``, rounded once; returns ``out [M, N]``. ``parts [S, M, N]``: from
+    :func:`few_rows_product`; ``bias [N]``. The last strides of ``parts`` and ``out`` are 1."""
     if why_not_triton(parts):
         return out.copy_(sum_parts_reference(parts, bias))
     assert parts.shape[1:] == out.shape and parts.stride(2) == out.stride(1) == 1

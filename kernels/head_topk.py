@@ -220,12 +220,8 @@ def best_tokens(logits: Tensor, count: int, log_q: bool = False, tokens: Tensor 
 
 
 def tokens_at(places: Tensor, tokens: Tensor | None) -> Tensor:
-    """The tokens of places in a vocabulary.
-
-    Args:
-        places: ``[B, …]`` int64.
-        tokens: ``[V]`` or ``[B, V]`` int64; places are tokens if None.
-    """
+    """The tokens of places ``[B, …]`` int64 in a vocabulary ``tokens [V]`` or ``[B, V]`` int64; places are tokens if
+    it is None."""
     if tokens is None:
         return places
     if tokens.ndim == 1:

@@ -56,15 +56,8 @@ MOST_ON_CPU = 512  # rows of a step's product of our own on a CPU; for more, PyT
 
 
 def product(form: str, x: Tensor, matrix: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``x matrix + bias``.
-
-    Args:
-        form: from :func:`choose`: "blas", or one of ``few_rows.candidates``.
-        x: ``[M, K]``.
-        matrix: ``[K, N]``.
-        bias: ``[N]``.
-        out: ``[M, N]``, written to if given.
-    """
+    """``x matrix + bias``: ``x [M, K]``, ``matrix [K, N]``, ``bias [N]`` → ``[M, N]``, written to ``out`` if given.
+    ``form``: from :func:`choose`: "blas", or one of ``few_rows.candidates``."""
     if form == "blas":
         return torch.mm(x, matrix, out=out) if bias is None else torch.addmm(bias, x, matrix, out=out)
     if out is None:
@@ -97,43 +90,26 @@ def partial_buffer(form: str, rows: int, matrix: Tensor) -> Tensor:
 def folding_form(form: str) -> FewRowsForm | None:
     """The form in which a product of one part does what stands around it (:func:`few_rows_product`); None if other
     kernels do."""
-    few_rows = None if form == "blas" else parse_form(form)
+    few_rows = parse_form(form)
     return few_rows if few_rows is not None and few_rows.parts == 1 else None
 
 
 def partial_product(form: str, x: Tensor, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    """``x matrix`` in S parts, for a caller that adds them up itself.
-
-    Args:
-        form: from :func:`choose` with ``partial``.
-        x: ``[M, K]``.
-        matrix: ``[K, N]``.
-        out: as :func:`partial_buffer` makes it; a new one if left out.
-
-    Returns:
-        ``[S, M, N]``: float32 if S > 1, else in the dtype of x.
-    """
+    """``x matrix`` in S parts, for a caller that adds them up itself: ``x [M, K]``, ``matrix [K, N]`` → ``[S, M, N]``,
+    float32 if S > 1, else in the dtype of x. ``form``: from :func:`choose` with ``partial``; ``out``: as
+    :func:`partial_buffer` makes it, a new one if left out."""
     if out is None:
         out = partial_buffer(form, len(x), matrix)
-    few_rows = None if form == "blas" else parse_form(form)
-    if few_rows is None:
-        assert splits_of(form) == 1
-        product(form, x, matrix, None, out[0])
-        return out
-    return few_rows_product(x, matrix, few_rows, out)
+    few_rows = parse_form(form)
+    if few_rows is not None:
+        return few_rows_product(x, matrix, few_rows, out)
+    product(form, x, matrix, None, out[0])
+    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in the form that is fastest on this machine.
-
-    Args:
-        x: ``[..., K]``.
-        weight: ``[N, K]``.
-        bias: ``[N]``.
-
-    Returns:
-        ``[..., N]``.
-    """
+    """``F.linear`` in the form that is fastest on this machine: ``x [..., K]``, ``weight [N, K]``, ``bias [N]`` →
+    ``[..., N]``."""
     rows = x.numel() // x.shape[-1]
     in_step = not (_prefilling or torch.is_grad_enabled()) and 0 < rows <= MOST_ON_CPU
     if in_step and x.dtype == weight.dtype and cpu.runs(x):
@@ -173,11 +149,8 @@ def kernel_weight(module: nn.Module, x: Tensor) -> Tensor | None:
 
 def choose(rows: int, matrix: Tensor, partial: bool = False) -> str:
     """The name of the fastest form of the product of ``rows`` rows with ``matrix [K, N]``, in column-major layout:
-    "blas", or on a GPU one of ``few_rows.candidates``.
-
-    Args:
-        partial: for :func:`partial_product`: the caller adds the parts up.
-    """
+    "blas", or on a GPU one of ``few_rows.candidates``. ``partial``: for :func:`partial_product`: the caller adds the
+    parts up."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not rows:
         return "blas"
     if same_bits() and not why_not_triton(matrix):

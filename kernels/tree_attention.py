@@ -34,14 +34,8 @@ from draftsmith.kernels.backend import INTERPRETING, dense, jit, multiprocessors
 
 
 def ancestor_mask(ancestors: Tensor, num_nodes: int) -> Tensor:
-    """Unpack ancestor bitsets.
-
-    Args:
-        ancestors: ``[B, N, W]`` int64; bit j of row i (word j // 64) is set if node j is node i or an ancestor of it.
-
-    Returns:
-        ``[B, N, num_nodes]`` bool.
-    """
+    """Unpack ancestor bitsets ``[B, N, W]`` int64 to ``[B, N, num_nodes]`` bool: bit j of row i (word j // 64) is set
+    if node j is node i or an ancestor of it."""
     bit = torch.arange(num_nodes, device=ancestors.device)
     return (ancestors[..., bit // 64] >> (bit % 64)) & 1 != 0
 
@@ -137,27 +131,17 @@ def tree_bias(
 
 
 def tree_bias_one_row(mask: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """:func:`tree_bias` for a single row without a window whose prefix and tree fill all slots: L = S − T.
-
-    Args:
-        mask: ``[1, Q, T]`` bool.
-
-    Returns:
-        ``[1, 1, Q, S]``.
-    """
+    """:func:`tree_bias`, ``[1, 1, Q, S]``, of ``mask [1, Q, T]`` bool for a single row without a window whose prefix
+    and tree fill all slots: L = S − T."""
     inside = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     return F.pad(inside, (slots - mask.shape[2], 0))[:, None]
 
 
 def causal_bias(start: int, queries: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive mask of a prompt's chunk ``[start, start + queries)`` over all slots up to its end.
-
-    Returns:
-        ``[1, 1, queries, start + queries]`` of ``dtype``: 0 or −inf.
-    """
-    distance = torch.arange(start, start + queries, device=device)[:, None] - torch.arange(
-        start + queries, device=device
-    )
+    """The additive mask of a prompt's chunk ``[start, start + queries)`` over all slots up to its end:
+    ``[1, 1, queries, start + queries]`` of ``dtype``, 0 or −inf."""
+    slots = torch.arange(start + queries, device=device)
+    distance = slots[start:, None] - slots
     hidden = (distance < 0) | (distance >= window) if window else distance < 0
     return torch.zeros(distance.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))[None, None]
 
@@ -517,10 +501,8 @@ def attention_items(
     """The number of items (I) for a batch: B, and as many more as the device runs at a time and the capacity can use.
     Where a GPU meets such a shape first, the kernel's tile for it is measured.
 
-    It depends on the cache's capacity S, not on the cached lengths, so the grid is the same at every step.
-
-    Args:
-        rows, queries, heads, kv_heads, width, slots: B, Q, Hq, Hkv, D, S.
+    It depends on the cache's capacity S, not on the cached lengths, so the grid is the same at every step. The
+    arguments from ``rows`` to ``slots`` are B, Q, Hq, Hkv, D, S.
     """
     if device.type == "cpu" and not INTERPRETING:  # kernels/cpu.cpp does not split rows
         return rows

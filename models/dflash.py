@@ -32,7 +32,7 @@ from draftsmith.models.artifact import with_weights
 from draftsmith.models.eagle import check_captured, check_sizes, layers_to_capture, llama_config, sizes_for
 from draftsmith.models.target import Target
 from draftsmith.models.unrolled import Keys, block_mask, dense_mask, rotate, takes_blocks, unrolled_attention
-from draftsmith.models.vocabulary import check_size, check_whole, head_rows
+from draftsmith.models.vocabulary import WithDraftVocabulary, check_size, check_whole
 
 MOST_SLOTS = 64  # of a block
 
@@ -158,14 +158,11 @@ class _Layer(nn.Module):
         return out + self.mlp(self.post_attention_layernorm(out)).to(x.dtype)
 
 
-class DFlash(nn.Module):
-    """A DFlash drafter, without the target's embeddings and LM head. Buffer: ``draft_vocab`` int64, ascending ids of
-    the target that it chooses from, or None."""
-
-    draft_vocab: Tensor | None
+class DFlash(WithDraftVocabulary):
+    """A DFlash drafter, without the target's embeddings and LM head."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.flex = True  # FlexAttention in training, where it runs
         self.recompute = False  # each layer's activations in the backward pass, instead of keeping them
@@ -176,8 +173,6 @@ class DFlash(nn.Module):
         if config.tie_k_norm:
             for layer in self.attentions:
                 layer.k_norm = self.attentions[0].k_norm
-        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-        self.register_buffer("draft_vocab", draft_vocab)
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
             self.rotary = LlamaRotaryEmbedding(llama_config(config))  # no parameters, nothing in the state dict
 
@@ -196,11 +191,6 @@ class DFlash(nn.Module):
         nn.init.constant_(dflash.norm.weight, target.hidden_scale())  # as EAGLE's
         return dflash
 
-    def draft_from(self, ids: Tensor, target: Target) -> None:
-        """Set the draft vocabulary, int64 ascending ids, of an untrained drafter."""
-        assert self.draft_vocab is not None
-        self.draft_vocab.copy_(ids)
-
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "DFlash":
         """A drafter from its folder's config and weights; raises as :func:`with_weights`."""
@@ -210,16 +200,6 @@ class DFlash(nn.Module):
     def stored(self) -> dict[str, Tensor]:
         """Its weights as a folder holds them: a tied norm under each layer's name."""
         return {name: weight.clone() for name, weight in self.state_dict().items()}
-
-    def draft_head(self, lm_head: nn.Module) -> nn.Module:
-        """The linear layer that gives logits over the draft vocabulary: the target's LM head, or a frozen copy of its
-        rows. Make it once.
-        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
-        return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
-
-    def tokens(self, places: Tensor) -> Tensor:
-        """The target's token ids of places in the draft vocabulary, of any shape."""
-        return places if self.draft_vocab is None else self.draft_vocab[places]
 
     def fuse(self, features: Tensor) -> Tensor:
         """Context features ``[…, d]`` of ``features […, F]``: the target's last hidden state, which is not read, then

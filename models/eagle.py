@@ -42,7 +42,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
 from draftsmith.models.unrolled import Keys, block_mask, dense_mask, rotate, takes_blocks, unrolled_attention
-from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
+from draftsmith.models.vocabulary import WithDraftVocabulary, check_projection, check_size, check_whole, head_rows
 
 SIZES = (
     "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size max_position_embeddings"
@@ -279,14 +279,12 @@ class _Layer(nn.Module):
         return out + self.mlp(self.post_attention_layernorm(out))
 
 
-class Eagle(nn.Module):
+class Eagle(WithDraftVocabulary):
     """An EAGLE drafter, without the target's embeddings and LM head. Names of parameters are those of the published
-    EAGLE-3 folders. Buffer: ``draft_vocab [S]`` int64, ascending ids of the target, or None."""
-
-    draft_vocab: Tensor | None
+    EAGLE-3 folders."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         self.blocks = True  # FlexAttention in training, where it runs
         self.recompute = False  # the activations of unrolled steps in the backward pass, instead of keeping them
@@ -309,8 +307,6 @@ class Eagle(nn.Module):
             self.mask_hidden = nn.Parameter(0.02 * torch.randn(inputs))
         self.embed_tokens = nn.Embedding(config.vocab_size, d) if config.own_embeddings else None
         self.lm_head = nn.Linear(d, config.outputs, bias=False) if config.projection == "own" else None
-        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-        self.register_buffer("draft_vocab", draft_vocab)
         with torch.device("cpu"):  # frequencies are computed, also where the weights are on the meta device
             self.rotary = LlamaRotaryEmbedding(llama_config(config))  # no parameters, nothing in the state dict
 
@@ -331,20 +327,14 @@ class Eagle(nn.Module):
         eagle = cls(made).to(target.device)
         if eagle.norm is not None:
             nn.init.constant_(eagle.norm.weight, target.hidden_scale())  # as large as what its LM head reads
-        eagle._start_lm_head(target)
+        eagle._start_head(target)
         return eagle
 
     @torch.no_grad()
-    def _start_lm_head(self, target: Target) -> None:
+    def _start_head(self, target: Target) -> None:
         if self.lm_head is not None and self.config.target_hidden_size is None:
             ids = torch.arange(self.config.vocab_size) if self.draft_vocab is None else self.draft_vocab
             self.lm_head.weight.copy_(head_rows(target.lm_head, ids.to(target.device)).weight)
-
-    def draft_from(self, ids: Tensor, target: Target) -> None:
-        """Set the draft vocabulary, ``[S]`` int64 ascending, of an untrained drafter."""
-        assert self.draft_vocab is not None
-        self.draft_vocab.copy_(ids)
-        self._start_lm_head(target)
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "Eagle":
@@ -355,20 +345,12 @@ class Eagle(nn.Module):
         return with_weights(lambda: cls(EagleConfig(**{name: config[name] for name in fields})), weights, where)
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
-        """The linear layer that gives logits over the draft vocabulary: its own, or the target's LM head or a frozen
-        copy of its rows. Make it once.
-        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
-        if self.lm_head is not None:
-            return self.lm_head
-        return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
+        """Its own LM head, if it has one; else as :class:`WithDraftVocabulary`."""
+        return super().draft_head(lm_head) if self.lm_head is None else self.lm_head
 
     def embeddings(self, target: nn.Module) -> nn.Module:
         """The token embeddings that it reads: its own, or the target's."""
         return target if self.embed_tokens is None else self.embed_tokens
-
-    def tokens(self, places: Tensor) -> Tensor:
-        """The target's token ids of places in the draft vocabulary, of any shape."""
-        return places if self.draft_vocab is None else self.draft_vocab[places]
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features as the drafter reads them, g: ``[…, F] → […, d]``.

@@ -107,7 +107,7 @@ def _stamp(decoder: nn.Module) -> list[Any]:
             _hooks(module),
             weight.data_ptr(),
             weight.requires_grad,
-            _version(weight),
+            0 if weight.is_inference() else weight._version,  # norms keep copies; not counted in inference mode
         )
         for module in decoder.modules()
         for weight in module._parameters.values() or [_NONE]
@@ -119,14 +119,6 @@ def _hooks(module: nn.Module) -> list[Any]:
     """A module's hooks, without those that transformers installs, which only record requested outputs."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
-
-
-def _version(weight: Tensor) -> int:
-    """How often a weight was written to (norms keep copies)."""
-    try:
-        return weight._version
-    except RuntimeError:  # created in inference mode, where writes are not counted
-        return 0
 
 
 def _make(target: Target) -> LeanDecoder:
@@ -399,30 +391,12 @@ def _layer(
     known = gate_up.shape[1] == outputs and (heads == kv_heads or not interleaved)
     if qkv.shape[1] != (heads + 2 * kv_heads) * width or not known:
         raise NotLean("its projections have other shapes than Llama's or GPT-NeoX's")
-    return Layer(
-        heads,
-        kv_heads,
-        *settings,
-        rope,
-        before,
-        qkv,
-        qkv_bias,
-        _qk_norm(attention, heads, kv_heads, width, target),
-        out,
-        out_bias,
-        after,
-        before_mlp,
-        gate_up,
-        gate_up_bias,
-        act,
-        down,
-        down_bias,
-        after_mlp,
-        float(getattr(module, "residual_multiplier", 1.0)),
-        bool(getattr(module, "use_parallel_residual", False)),
-        interleaved,
-        0 if rotated == width else rotated,
-    )
+    qk_norm, rotated = _qk_norm(attention, heads, kv_heads, width, target), 0 if rotated == width else rotated
+    of_attention = (before, qkv, qkv_bias, qk_norm, out, out_bias, after)
+    of_mlp = (before_mlp, gate_up, gate_up_bias, act, down, down_bias, after_mlp)
+    factor = float(getattr(module, "residual_multiplier", 1.0))
+    parallel = bool(getattr(module, "use_parallel_residual", False))
+    return Layer(heads, kv_heads, *settings, rope, *of_attention, *of_mlp, factor, parallel, interleaved, rotated)
 
 
 def _norm(module: Any, target: Target) -> Norm:

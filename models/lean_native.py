@@ -47,38 +47,15 @@ class NativeLayers:
             part.cache = both.data_ptr()
             part.cache_batch, part.cache_slot, part.cache_kind, part.cache_head = both.stride()[:4]
             part.captured = cpu.address(captured.get(number))
-        (rows, queries), normed = positions.shape, torch.empty_like(x)
-        width = 0 if inputs is None else inputs.shape[1]
-        sizes = cpu.PassArguments(
-            rows,
-            queries,
-            key_depth.shape[1],
-            x.shape[1],
-            width,
-            len(self.parts),
-            *positions.stride(),
-            0 if len(slots) == 1 else slots.stride(0),
-            slots.stride(1),
-            *ancestors.stride()[:2],
-            depth.stride(0),
-            key_depth.stride(0),
-            self.norm.eps,
-        )
-        self.function(
-            self.parts,
-            sizes,
-            x.data_ptr(),
-            cpu.address(inputs),
-            normed.data_ptr(),
-            self.norm.kernel_weight.data_ptr(),
-            _norm_bias(self.norm),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            lengths.data_ptr(),
-            ancestors.data_ptr(),
-            depth.data_ptr(),
-            key_depth.data_ptr(),
-        )
+        normed, width = torch.empty_like(x), 0 if inputs is None else inputs.shape[1]
+        counts = (*positions.shape, key_depth.shape[1], x.shape[1], width, len(self.parts))
+        steps = (*positions.stride(), 0 if len(slots) == 1 else slots.stride(0), slots.stride(1))
+        of_tree = (*ancestors.stride()[:2], depth.stride(0), key_depth.stride(0))
+        sizes = cpu.PassArguments(*counts, *steps, *of_tree, self.norm.eps)
+        ends = (x.data_ptr(), cpu.address(inputs), normed.data_ptr())
+        norm = (self.norm.kernel_weight.data_ptr(), _norm_bias(self.norm))
+        places = (each.data_ptr() for each in (positions, slots, lengths, ancestors, depth, key_depth))
+        self.function(self.parts, sizes, *ends, *norm, *places)
         return normed, [captured[number] for number in captures]
 
 
@@ -95,26 +72,11 @@ def _native_layer(layer: Layer) -> cpu.LayerArguments:
     norms = (layer.before_attention, layer.qk_norm, layer.after_attention, layer.before_mlp, layer.after_mlp)
     weights, eps = zip(*map(norm, norms), strict=True)
     width = layer.out.shape[0] // layer.heads
-    return cpu.LayerArguments(
-        *(cpu.address(one) for pair in pairs for one in pair),
-        *weights,
-        _norm_bias(layer.before_attention),
-        _norm_bias(layer.before_mlp),
-        *eps,
-        layer.scale,
-        layer.softcap or 0.0,
-        layer.factor,
-        layer.heads,
-        layer.kv_heads,
-        width,
-        layer.down.shape[0],
-        layer.window,
-        CPU_ACTS.index(act_name(layer.act) or ""),
-        layer.gated,
-        layer.parallel,
-        layer.interleaved,
-        layer.rotated or width,
-    )
+    addresses = [cpu.address(one) for pair in pairs for one in pair]
+    norm_biases = (_norm_bias(layer.before_attention), _norm_bias(layer.before_mlp))
+    sizes = (layer.scale, layer.softcap or 0.0, layer.factor, layer.heads, layer.kv_heads, width, layer.down.shape[0])
+    kinds = (layer.window, CPU_ACTS.index(act_name(layer.act) or ""), layer.gated, layer.parallel, layer.interleaved)
+    return cpu.LayerArguments(*addresses, *weights, *norm_biases, *eps, *sizes, *kinds, layer.rotated or width)
 
 
 def _norm_bias(norm: object) -> int | None:

@@ -21,7 +21,7 @@ from draftsmith.kernels.linear import apply_linear, choose, linear
 from draftsmith.kernels.res_block import res_block
 from draftsmith.models.artifact import with_weights
 from draftsmith.models.target import Target
-from draftsmith.models.vocabulary import check_projection, check_size, check_whole, head_rows
+from draftsmith.models.vocabulary import WithDraftVocabulary, check_projection, check_size, check_whole
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,15 @@ class MedusaConfig:
         return asdict(self)
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(WithDraftVocabulary):
     """All K heads, with stacked weights, so that one batched product computes all of them.
 
     Parameters: ``weight [L, K, d, d]`` and ``bias [L, K, 1, d]`` (x @ weight + bias), and for ``own`` projections
     ``projection [K, S, d]``. Buffer: ``draft_vocab [S]`` int64, ascending ids of the target, or None.
     """
 
-    draft_vocab: Tensor | None
-
     def __init__(self, config: MedusaConfig, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
+        super().__init__(config)
         self.config = config
         k, layers, d = config.num_draft_heads, config.num_layers, config.hidden_size
         self.weight = nn.Parameter(torch.zeros(layers, k, d, d, dtype=dtype))
@@ -68,8 +66,6 @@ class MedusaHeads(nn.Module):
         self.projection: nn.Parameter | None = None
         if config.projection == "own":
             self.projection = nn.Parameter(torch.empty(k, config.outputs, d, dtype=dtype))
-        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
-        self.register_buffer("draft_vocab", draft_vocab)
 
     @classmethod
     def for_target(
@@ -89,22 +85,16 @@ class MedusaHeads(nn.Module):
         width, vocab_size = target.hidden_size, target.vocab_size
         config = MedusaConfig(num_draft_heads, num_layers, projection, width, vocab_size, draft_vocab_size)
         heads = cls(config).to(target.device)
-        heads._start_projection(target)
+        heads._start_head(target)
         return heads
 
     @torch.no_grad()
-    def _start_projection(self, target: Target) -> None:
+    def _start_head(self, target: Target) -> None:
         """Give each head's own projection the LM head's rows."""
         if self.projection is not None:
             weight = cast(nn.Linear, target.lm_head).weight
             rows = weight if self.draft_vocab is None else weight[self.draft_vocab]
             self.projection.copy_(rows.float().expand_as(self.projection))
-
-    def draft_from(self, ids: Tensor, target: Target) -> None:
-        """Set the draft vocabulary, ``[S]`` int64 ascending, of untrained heads."""
-        assert self.draft_vocab is not None
-        self.draft_vocab.copy_(ids)
-        self._start_projection(target)
 
     @classmethod
     def from_artifact(cls, config: Mapping[str, Any], weights: Mapping[str, Tensor], where: str) -> "MedusaHeads":
@@ -135,12 +125,8 @@ class MedusaHeads(nn.Module):
         return [(matrix, None) for matrix in self.projection.unbind(0)]
 
     def draft_head(self, lm_head: nn.Module) -> nn.Module:
-        """The linear layer of a shared projection: the target's LM head itself, or with a draft vocabulary a frozen
-        copy of its rows. Make it once: :meth:`head_logits` and :meth:`logits` take it.
-        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
-        if self.draft_vocab is None or self.projection is not None:
-            return lm_head
-        return head_rows(lm_head, self.draft_vocab)
+        """That of a shared projection, which :meth:`head_logits` and :meth:`logits` take; the LM head of own ones."""
+        return super().draft_head(lm_head) if self.projection is None else lm_head
 
     def head_logits(self, head: int, feature: Tensor, draft_head: nn.Module) -> Tensor:
         """The logits of one head from its feature: ``[P, d] → [P, S]``. ``draft_head``: :meth:`draft_head`'s."""
@@ -163,7 +149,3 @@ class MedusaHeads(nn.Module):
         logits = apply_linear(draft_head, features.to(next(draft_head.parameters()).dtype)).to(features.device)
         assert logits.shape[-1] == self.config.outputs, "these are the LM head's logits; draft_head takes its rows"
         return logits
-
-    def tokens(self, places: Tensor) -> Tensor:
-        """The target's token ids of outputs of the heads, of any shape."""
-        return places if self.draft_vocab is None else self.draft_vocab[places]

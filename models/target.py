@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from draftsmith.models.pretrained import (
 )
 from draftsmith.models.tokenizer import load_tokenizer, tokens_after_answer
 
-T = TypeVar("T")
 NO_CONTEXT = 1 << 30  # positions, of a model that does not say how many it is made for
 _SMALL = 1 << 30  # bytes of weights that load in a moment, without a progress bar
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -375,17 +374,16 @@ def attention_window(module: nn.Module, given: Mapping[str, Any]) -> int:
     return (getattr(config, "sliding_window", None) or 0) if slides else 0
 
 
-class Loader(Protocol):
-    """Another way to load a target's weights, such as in parts, by several processes together."""
+@dataclass(frozen=True)
+class Loader:
+    """Another way to load a target's weights, such as in parts, by several processes together.
 
-    @property
-    def load(self) -> Callable[[Path, dict[str, Any]], PreTrainedModel]:
-        """From a folder, by options of ``from_pretrained``, to where the model runs."""
-        ...
+    load: from a folder, by options of ``from_pretrained``, to where the model runs.
+    first: returns what the first process makes by a function, on all of them.
+    """
 
-    def first(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on all of them."""
-        ...
+    load: Callable[[Path, dict[str, Any]], PreTrainedModel]
+    first: Callable[[Callable[[], Any]], Any]
 
 
 def load_target(

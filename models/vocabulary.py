@@ -8,7 +8,7 @@ Shape letters: V vocabulary of the target, S draft vocabulary, d hidden width.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,3 +103,34 @@ def head_rows(lm_head: nn.Module, ids: Tensor) -> nn.Linear:
         if bias is not None:
             rows.bias = nn.Parameter(bias[places].to(ids.device), requires_grad=False)
     return rows
+
+
+class WithDraftVocabulary(nn.Module):
+    """A drafter that chooses among the tokens of a draft vocabulary. Buffer: ``draft_vocab [S]`` int64, ascending ids
+    of the target; None: all of them."""
+
+    draft_vocab: Tensor | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        draft_vocab = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
+        self.register_buffer("draft_vocab", draft_vocab)
+
+    def draft_from(self, ids: Tensor, target: Any) -> None:
+        """Set the draft vocabulary, ``[S]`` int64 ascending, of an untrained drafter."""
+        assert self.draft_vocab is not None
+        self.draft_vocab.copy_(ids)
+        self._start_head(target)
+
+    def _start_head(self, target: Any) -> None:
+        """Give the drafter's own LM head, if it has one, the rows of the target's."""
+
+    def draft_head(self, lm_head: nn.Module) -> nn.Module:
+        """The linear layer that gives logits over the draft vocabulary: the target's LM head, or a frozen copy of its
+        rows. Make it once.
+        Raises ValueError: the LM head is quantised, so that its rows cannot be taken."""
+        return lm_head if self.draft_vocab is None else head_rows(lm_head, self.draft_vocab)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """The target's token ids of places in the draft vocabulary, of any shape."""
+        return places if self.draft_vocab is None else self.draft_vocab[places]

@@ -32,7 +32,7 @@ from draftsmith.common.data_sections import LOCAL_FILES, Source
 from draftsmith.common.files import check_file, replacing, write_text
 from draftsmith.data import evaluation
 from draftsmith.data.evaluation import EvaluationPrompt
-from draftsmith.data.formats import Completion, Message, Turns, read_prompt, read_sample
+from draftsmith.data.formats import Completion, Message, read_prompt, read_sample
 from draftsmith.data.passages import WORDS, passages, short_passages, text_hash, words_of
 from draftsmith.data.rows import Skipped, UnusableRow, rows, usable
 
@@ -170,7 +170,7 @@ def _conversation(row: Any) -> tuple[Any, list[Message]]:
         content: Any = read_sample(row)
     except UnusableRow:
         content = read_prompt(row)
-        texts = content.texts if isinstance(content, Turns) else [content]
+        texts = content if isinstance(content, tuple) else [content]
         return row, content if isinstance(content, list) else [{"role": "user", "content": text} for text in texts]
     if isinstance(content, Completion):
         return row, [{"role": "user", "content": content.prompt}, {"role": "assistant", "content": content.completion}]

@@ -30,14 +30,6 @@ def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def save(
     folder: Path,
     step: int,
@@ -71,7 +63,8 @@ def save(
         if best and (best / "model.safetensors").exists():
             _link(best / "model.safetensors", temporary / BEST)
         for file in temporary.iterdir():
-            _sync(file)
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     except BaseException as error:

@@ -389,16 +389,12 @@ def other_gpus(stages: Sequence[Plan], any_dtype: bool) -> str:
     """A line with the time of all steps on one GPU of each kind that has the memory, in bfloat16. ``any_dtype``: the
     target's weights are as well."""
     fits = list[str]()
+    if any_dtype:
+        stages = [replace(p, autocast=True, target_bytes=2, frozen_bytes=min(p.frozen_bytes, 2.0)) for p in stages]
     for name, gpu in GPUS.items():
         one = Machine(name, 1, gpu=gpu)
-        plans = [
-            replace(plan, autocast=True, target_bytes=2, frozen_bytes=min(plan.frozen_bytes, 2.0))
-            if any_dtype
-            else plan
-            for plan in stages
-        ]
-        if max(sum(plan.parts(one).values()) for plan in plans) < gpu.memory * 1e9:
-            hours = sum(plan.seconds(one) * (plan.stage.steps or 0) for plan in plans) / 3600
+        if max(sum(plan.parts(one).values()) for plan in stages) < gpu.memory * 1e9:
+            hours = sum(plan.seconds(one) * (plan.stage.steps or 0) for plan in stages) / 3600
             fits.append(f"{name} {hours:,.2f} h")
     return (
         f"On one GPU, if {PRODUCTS:.0%} of its data sheet's products and {BANDWIDTH:.0%} of its bandwidth are reached "

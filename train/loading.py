@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,28 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from draftsmith.common.command import available_cores
 from draftsmith.common.processes import or_error
 from draftsmith.train.launch import console
-from draftsmith.train.samples import Batch
+from draftsmith.train.samples import Batch, StageSamples
 
 WORKERS = 2  # of a process with a GPU, where the recipe does not say how many
 SHARED = "/dev/shm"  # where workers put the tensors that they hand over
-
-
-class Samples(Protocol):
-    """The samples of a stage: a pure function of their numbers, counted from 0, so that a resumed run sees what the
-    uninterrupted one would have seen, and any worker may make them.
-
-    sequential: they are read one after the other, so that a second worker would only repeat the reading.
-    """
-
-    sequential: bool
-
-    def __call__(self, numbers: range) -> Batch:
-        """The batch of these samples."""
-        ...
-
-    def describe(self, numbers: range) -> str:
-        """Where they come from, for the message about a loss that is not finite."""
-        ...
 
 
 class MicroBatches(Dataset[Any]):
@@ -46,7 +28,7 @@ class MicroBatches(Dataset[Any]):
     process: this one's number.
     """
 
-    def __init__(self, samples: Samples, sequences: int, micro: int, accumulate: int, process: int) -> None:
+    def __init__(self, samples: StageSamples, sequences: int, micro: int, accumulate: int, process: int) -> None:
         self.samples, self.sequences, self.micro, self.accumulate = samples, sequences, micro, accumulate
         self.first = process * micro * accumulate
 

@@ -27,10 +27,10 @@ from draftsmith.common.sections import R, Stage
 from draftsmith.models.files.identity import difference, same_target
 from draftsmith.train import checkpoint, sharded
 from draftsmith.train.launch import console
-from draftsmith.train.loading import MicroBatches, Samples, loading
+from draftsmith.train.loading import MicroBatches, loading
 from draftsmith.train.optim import make_optimizer
 from draftsmith.train.run import Run
-from draftsmith.train.samples import Batch, Batches, Sampler
+from draftsmith.train.samples import Batch, Batches, Sampler, StageSamples
 from draftsmith.train.track import Trackers
 
 Evaluate = Callable[[nn.Module], dict[str, float]]
@@ -150,7 +150,9 @@ def _take_best(run: Run[R], module: nn.Module, stage: Stage) -> None:
             broadcast(parameter.data)
 
 
-def optimize(run: Run[R], module: nn.Module, samples: Samples, stage: Stage, evaluate: Evaluate, best_on: str) -> None:
+def optimize(
+    run: Run[R], module: nn.Module, samples: StageSamples, stage: Stage, evaluate: Evaluate, best_on: str
+) -> None:
     """Run the steps of one stage.
 
     Args:

@@ -111,8 +111,9 @@ class Sampler:
 
 
 class StageSamples:
-    """The samples of one stage, numbered from 0. Calling it with a range of numbers makes their batch, padded to the
-    longest of its own rows where each holds one sample.
+    """The samples of one stage, numbered from 0: a pure function of their numbers, so that a resumed run sees what the
+    uninterrupted one would have seen, and any worker may make them. Calling it with a range of numbers makes their
+    batch, padded to the longest of its own rows where each holds one sample.
 
     sequential: a source is streamed, whose windows every worker would read.
     """

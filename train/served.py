@@ -15,10 +15,10 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,14 +33,13 @@ from draftsmith.data.seeds import RequestFailed
 from draftsmith.models.eagle import layers_to_capture
 from draftsmith.models.pretrained import describe_wrong, without_weights
 from draftsmith.models.ssm import config_of_layers
-from draftsmith.models.target import Target, load_target
+from draftsmith.models.target import Loader, Target, load_target
 from draftsmith.train.samples import Batch, WithHidden
 
 NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")  # names of the final norm
 RETRIES, BACKOFF = 3, 1.0  # of a request; seconds before the first one, doubled before each further one
 CHECKED = "The next token of this text says whether a server runs the model whose ends are here."
 LIKELY = 2  # the server's next token has to be among so many of ours: rounding may exchange two
-T = TypeVar("T")
 
 
 def server_command(name: str, layers: Sequence[int]) -> str:
@@ -239,15 +238,11 @@ class _Ends:
             raise ValueError(f"{folder}: {describe_wrong('missing weights', missing)}")
         return model.to(self.device)  # type: ignore[arg-type]
 
-    def first(self, make: Callable[[], T]) -> T:
-        """Each process makes it."""
-        return make()
-
 
 def load_served(t: TargetSection, device: str) -> ServedTarget:
     """The target of a recipe with a section ``target.features``.
     Raises as :func:`load_target` and :class:`ServedTarget`."""
     assert t.features is not None
     ends, named = _Ends(device), {"revision": t.revision, "trust_remote_code": t.trust_remote_code}
-    here = load_target(t.name, dtype=t.dtype, device=device, loader=ends, **named)
+    here = load_target(t.name, dtype=t.dtype, device=device, loader=Loader(ends.load, lambda make: make()), **named)
     return ServedTarget(here, ends.config, t.features)

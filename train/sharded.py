@@ -16,10 +16,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.models.pretrained import from_pretrained, quantization_of, without_weights
+from draftsmith.models.target import Loader
 
-T = TypeVar("T")
 _LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
 _engines: list[Any] = []  # DeepSpeed's: at their end they would take their hooks off the target
 
@@ -99,21 +98,15 @@ def hidden_from_accelerate() -> Iterator[None]:
 # ---- ZeRO-3 and FSDP: a frozen target in parts
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How several processes load a target in parts, each its own; a :class:`draftsmith.models.target.Loader`."""
-
-    load: Callable[[Path, dict[str, Any]], PreTrainedModel]
-
-    def first(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on all of them."""
-        made = [make() if torch.distributed.get_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(made, 0)
-        return cast(T, made[0])
+def _of_first(make: Callable[[], Any]) -> Any:
+    """What the first process makes, on all of them."""
+    made = [make() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(made, 0)
+    return made[0]
 
 
 @contextmanager
-def placing(accelerator: Accelerator, dtype: str) -> Iterator[Spread | None]:
+def placing(accelerator: Accelerator, dtype: str) -> Iterator[Loader | None]:
     """Inside, a target is loaded in parts if it is to be spread; yields what :func:`load_target` takes as ``loader``
     (None: nothing is spread).
 
@@ -122,7 +115,7 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Spread | None]:
     """
     launched = strategy()
     if launched == "fsdp" and accelerator.num_processes > 1:
-        yield Spread(partial(_fully_shard, device=accelerator.device))
+        yield Loader(partial(_fully_shard, device=accelerator.device), _of_first)
     elif launched == "zero3":
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -134,7 +127,7 @@ def placing(accelerator: Accelerator, dtype: str) -> Iterator[Spread | None]:
             "fp16": {"enabled": dtype == "float16"},
         }
         alive = HfDeepSpeedConfig(config)  # while it lives, transformers loads each weight in parts
-        yield Spread(lambda folder, options: _zero_3(from_pretrained(folder, options), config))
+        yield Loader(lambda folder, options: _zero_3(from_pretrained(folder, options), config), _of_first)
         del alive
     else:
         yield None

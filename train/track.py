@@ -2,13 +2,12 @@
 
 import inspect
 import os
-import re
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
-from draftsmith.common.command import make_console
+from draftsmith.common.command import first_line, make_console
 from draftsmith.common.files import read_text, write_text
 from draftsmith.common.sections import Track
 
@@ -43,12 +42,15 @@ class Trackers:
         offline = track.offline or os.environ.get("WANDB_MODE") == "offline"
         send = f"wandb sync {folder}/wandb/offline-run-*"
         try:
-            if not offline and not _logged_in():  # init would ask, and wait for an answer
+            can_say = "prompt" in inspect.signature(wandb.login).parameters  # without asking
+            if not offline and can_say and not wandb.login(prompt=False, verify=False):  # init would ask, and wait
                 console.print(f"  no login to wandb; writing offline, send it later: wandb login, {send}")
                 offline = True
             self.run = wandb.init(**given, mode="offline" if offline else "online", settings=settings)
         except Exception as error:  # wandb and its transport raise a dozen unrelated types
-            console.print(f"  wandb does not answer ({_reason(error)}); writing offline, send it later with: {send}")
+            console.print(
+                f"  wandb does not answer ({first_line(error, 160)}); writing offline, send it later with: {send}"
+            )
             wandb.teardown()
             self.run = wandb.init(**given, mode="offline", settings=settings)
 
@@ -60,13 +62,13 @@ class Trackers:
             if self.run is not None:
                 self.run.log(numbers, step=step)
         except Exception as error:
-            console.print(f"  wandb takes no more lines ({_reason(error)})")
+            console.print(f"  wandb takes no more lines ({first_line(error, 160)})")
             self.run = None
         try:
             for name, value in numbers.items() if self.board is not None else ():
                 self.board.add_scalar(name, value, step)
         except Exception as error:  # what its thread met when it wrote the lines before
-            console.print(f"  TensorBoard takes no more lines ({_reason(error)})")
+            console.print(f"  TensorBoard takes no more lines ({first_line(error, 160)})")
             self.board = None
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class Trackers:
             try:
                 self.board.close()
             except Exception as error:
-                console.print(f"  TensorBoard did not take the last lines ({_reason(error)})")
+                console.print(f"  TensorBoard did not take the last lines ({first_line(error, 160)})")
         if self.run is None:
             return
         ending = threading.Thread(target=self.run.finish, daemon=True)
@@ -83,14 +85,3 @@ class Trackers:
         ending.join(WAIT)
         if ending.is_alive():
             console.print(f"  wandb did not take the last lines within {WAIT:.0f} s; send them with: wandb sync")
-
-
-def _logged_in() -> bool:
-    """Whether there is a login to wandb, or its version cannot say so without asking."""
-    import wandb
-
-    return "prompt" not in inspect.signature(wandb.login).parameters or wandb.login(prompt=False, verify=False)
-
-
-def _reason(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:160] or type(error).__name__

@@ -101,11 +101,7 @@ def stream(
 ) -> tuple[Generation, float]:
     """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes, without its stop
     token's or stop string, and a line of statistics to stderr. ``stopped`` is asked after each step; the answer ends
-    there once it returns True.
-
-    Returns:
-        The result, and the seconds it took.
-    """
+    there once it returns True. Returns the result, and the seconds it took."""
     text = _Answer(decoder, options)
 
     def show(_: int, result: Generation) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import first_line
 from draftsmith.common.files import parse_json, read_text
-from draftsmith.data.formats import Message, Turns, read_prompt, read_tools
+from draftsmith.data.formats import Message, read_prompt, read_tools
 from draftsmith.data.rows import Skipped, UnusableRow
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ def encode_prompts(
 
 def with_later_turns(prompts: Sequence[Prompt], answers: Callable[[list[Prompt]], list[str]]) -> list[Prompt]:
     """Each prompt, followed by those of its later turns, in which what was asked before has been answered.
-
-    Args:
-        answers: the texts that answer some prompts.
-    """
+    ``answers``: the texts that answer some prompts."""
     chains = [[prompt] for prompt in prompts]
     while unfinished := [chain for chain in chains if chain[-1].later]:
         asked = [chain[-1] for chain in unfinished]
@@ -98,9 +95,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         except UnusableRow as error:
             raise ValueError(f"{where}: {error}") from None
         later: tuple[str, ...] = ()
-        if isinstance(content, Turns):
-            first, *rest = content.texts
-            if any(text.startswith(_HELD_BACK) for text in content.texts):
+        if isinstance(content, tuple):
+            first, *rest = content
+            if any(text.startswith(_HELD_BACK) for text in content):
                 raise ValueError(
                     f"{where}: SPEED-Bench holds this text back ('{_HELD_BACK}…'); give the file that prepare_data.py "
                     "of NVIDIA's Model-Optimizer (examples/specdec_bench) writes: it fetches such texts"
@@ -121,10 +118,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 def read_sets(paths: Sequence[Path], most: int | None = None) -> list[Prompt]:
     """The prompts of several files; where there is more than one, the kind of a row without one is its file's name.
-
-    Args:
-        most: prompts of each file, the first ones, each turn of a conversation being one; all if left out.
-    """
+    ``most``: prompts of each file, the first ones, each turn of a conversation being one; all if left out."""
     found: list[Prompt] = []
     for path in paths:
         left = most

@@ -56,12 +56,9 @@ class MedusaDrafter(Drafter):
         check_tree(tree, heads.config.num_draft_heads, heads.config.outputs)
         if isinstance(tree, DynamicShape):
             self.tree, self.has_acceptance = IndependentTree(tree, self.device, confidence), True
-            self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
-            self.branching = tree.branching
         else:
             self.tree, self.has_acceptance = RankTree(tree, self.device, acceptances), acceptances is not None
-            self.num_nodes, self.max_depth, self.ranks = tree.num_nodes, tree.max_depth, self.tree.ranks
-            self.branching = max(tree.parents.count(node) for node in range(tree.num_nodes))
+        self.num_nodes, self.max_depth, self.ranks, self.branching = self.tree.sizes
         spread = target.spread and heads.draft_vocab is None
         self.shared = heads.projection is None and not spread
         self.head = DraftHead(self._logits, None, heads.config.outputs, heads.draft_vocab, self._by_kernel)

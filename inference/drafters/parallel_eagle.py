@@ -58,20 +58,15 @@ class ParallelEagleDrafter(EagleDrafter):
         self.selector, self.reuses = None, True
         self._take_head()
         self.shape, self.random = None, False
-        if isinstance(tree, DynamicShape):
-            _check(tree, self.eagle)
-            self.tree, self.has_acceptance = IndependentTree(tree, self.device, self.confidence), True
-            self.num_nodes, self.max_depth, self.ranks = tree.nodes, tree.depth, tree.top_k
-            self.branching = tree.branching
-            return
-        topology = tree if isinstance(tree, Topology) else product(tree)
-        _check(topology, self.eagle)
-        # Where none is known, a merge reckons with a half per depth.
-        acceptances = self.acceptances or [0.5 ** len(path) for path in topology.paths]
-        self.tree = RankTree(topology, self.device, acceptances)
-        self.has_acceptance, self.ranks = self.acceptances is not None, self.tree.ranks
-        self.num_nodes, self.max_depth = topology.num_nodes, topology.max_depth
-        self.branching = max(topology.parents.count(node) for node in range(topology.num_nodes))
+        given = tree if isinstance(tree, Topology | DynamicShape) else product(tree)
+        _check(given, self.eagle)
+        if isinstance(given, DynamicShape):
+            self.tree, self.has_acceptance = IndependentTree(given, self.device, self.confidence), True
+        else:
+            # Where none is known, a merge reckons with a half per depth.
+            acceptances = self.acceptances or [0.5 ** len(path) for path in given.paths]
+            self.tree, self.has_acceptance = RankTree(given, self.device, acceptances), self.acceptances is not None
+        self.num_nodes, self.max_depth, self.ranks, self.branching = self.tree.sizes
 
     def with_tree(self, tree: Sequence[int] | Topology | DynamicShape, **options: Any) -> EagleDrafter:
         """As :meth:`EagleDrafter.with_tree`. What was measured of this tree's paths is not the other's."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.models.target import Target
 
 
@@ -31,7 +31,6 @@ def answer(
         ``tokens [S, T]`` int32 (prompt, answer, padding 0), ``supervised [S, T]`` bool, True at the answer's tokens.
     """
     decoder = SpeculativeDecoder(target, lean=lean)
-    answers: list[list[int]] = [[] for _ in prompts]
     # Prompts of similar length run together, to keep padding small.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     tokens_done = 0  # an answer that has ended counts as new_tokens
@@ -42,18 +41,15 @@ def answer(
         if on_done:
             on_done(tokens_done / new_tokens)
 
-    def end(place: int, result: Generation) -> None:
-        answers[order[place]] = result.tokens
-        add(new_tokens - len(result.tokens))
-
-    decoder.generate(
+    results = decoder.generate(
         [prompts[i] for i in order],
         new_tokens,
         batch_size=batch_size,
-        on_end=end,
+        on_end=lambda _, result: add(new_tokens - len(result.tokens)),
         on_tokens=lambda _, new: add(len(new)),
     )
-    return padded(prompts, answers)
+    answers = dict(zip(order, results, strict=True))
+    return padded(prompts, [answers[number].tokens for number in range(len(prompts))])
 
 
 def padded(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> dict[str, Tensor]:

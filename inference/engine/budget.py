@@ -373,10 +373,7 @@ class TypicalBudget:
 
     Costs and acceptance probabilities are those of greedy decoding. With δ < 1 typical acceptance accepts of every tree
     what greedy decoding does, or a longer path: by these numbers no step is slower per token than a plain one.
-
-    Args:
-        costs: t(B, S, N), seconds of the target's steps.
-        limit: nodes of any tree.
+    ``costs``: t(B, S, N), seconds of the target's steps; ``limit``: nodes of any tree.
     """
 
     def __init__(self, costs: Callable[[int, float, int], float], limit: int) -> None:

@@ -118,12 +118,8 @@ class Drafter(Protocol):
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:
         """Allocate caches and buffers for the rows and capacity of the target's cache, whose ``lengths`` may be shared:
-        before the first text, and again when the engine's own buffers change.
-
-        Args:
-            max_depth: of any tree the engine verifies; in a merge another drafter's may be deeper.
-            static: as described for the class.
-        """
+        before the first text, and again when the engine's own buffers change. ``max_depth``: of any tree the engine
+        verifies; in a merge another drafter's may be deeper. ``static``: as described for the class."""
 
     def buffers(self) -> Sequence[Tensor]:
         """Tensors that a step changes and the next one reads, except K/V beyond a row's length: restoring them undoes

@@ -172,32 +172,23 @@ def depth_facts(ranks: Tensor) -> dict[str, Any]:
 def ssm(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
     """Each SSM's rank of the true token, by its whole LM head; trees of up to eight levels."""
     check_config(folder, config, weights)
-    ensemble = _Calibrated(folder, config, weights)
-    return Calibration(DEPTH, ensemble.ranks, ensemble.facts, ensemble.step_time)
+    opened: list[Ensemble] = []  # loaded with the first text
+    matched: list[Tensor] = []  # [n, A] bool of each text
 
+    def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
+        if not opened:
+            opened.append(load_ensemble(folder, config, weights, target))
+        by_ssm = next_ranks(opened[0], tokens, supervised)
+        matched.append(matched_answers(by_ssm, supervised, opened[0].mark_tokens))
+        return torch.stack([chained_ranks(each, tokens, supervised, DEPTH) for each in by_ssm], 2)  # [S, T, n, K]
 
-class _Calibrated:
-    """An ensemble that is calibrated. It is loaded with the first text, and every text's matched answers are kept."""
+    def facts(ranks: Tensor) -> dict[str, Any]:
+        return ensemble_facts(ranks, torch.cat(matched, 1), opened[0].mark_tokens)
 
-    ensemble: Ensemble
+    def step_time(target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
+        return costs.tree_time([pass_time(opened[0], part, target, costs) for part in opened[0].models])
 
-    def __init__(self, folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        self.stored = (folder, config, weights)
-        self.matched: list[Tensor] = []  # [n, A] bool of each text
-
-    def ranks(self, target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """``[S, T, n, K]``."""
-        if not self.matched:
-            self.ensemble = load_ensemble(*self.stored, target)
-        by_ssm = next_ranks(self.ensemble, tokens, supervised)
-        self.matched.append(matched_answers(by_ssm, supervised, self.ensemble.mark_tokens))
-        return torch.stack([chained_ranks(ranks, tokens, supervised, DEPTH) for ranks in by_ssm], 2)
-
-    def facts(self, ranks: Tensor) -> dict[str, Any]:
-        return ensemble_facts(ranks, torch.cat(self.matched, 1), self.ensemble.mark_tokens)
-
-    def step_time(self, target: Target, costs: StepCosts) -> Callable[[Sequence[Topology]], float]:
-        return costs.tree_time([pass_time(self.ensemble, part, target, costs) for part in self.ensemble.models])
+    return Calibration(DEPTH, ranks, facts, step_time)
 
 
 def pass_time(ensemble: Ensemble, part: str, target: Target, costs: StepCosts) -> float:

@@ -278,11 +278,8 @@ def plan_drafters(
     new_tokens: int,
     lean: bool | None,
 ) -> dict[str, Any]:
-    """Measure and plan: what PLAN.json holds.
-
-    Args:
-        texts: for acceptance, by context; or how many held-out modules of each length.
-    """
+    """Measure and plan: what PLAN.json holds. ``texts``: for acceptance, by context; or how many held-out modules of
+    each length."""
     cells: list[dict[str, Any]] = []
     measured: list[dict[str, Any]] = []
     models = {id(model): model for each in chosen for model in each.make(max(each.drafts)).models}

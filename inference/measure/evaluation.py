@@ -281,6 +281,9 @@ class _Evaluation:
         overhead: float | None = None
         if accepted and "engine" in self.compared:
             overhead = round(sum(accepted) / len(accepted) / speedup(timed, self.timed["engine"]).ratio, 4)
+        # Those that came later only if they are set, so that reports can be compared with older ones.
+        later = ("presence_penalty", "frequency_penalty", "logit_bias")
+        in_use = {name: value for name, value in asdict(self.sampling).items() if value or name not in later}
         return {
             "drafter": name,
             "target": target.name,
@@ -290,7 +293,7 @@ class _Evaluation:
             "mode": "sample" if mode == "mss" else mode,
             **({"verify": "mss" if mode == "mss" else "coupled"} if mode in ("sample", "mss") else {}),
             **({"lossy": True} if mode == "typical" else {}),
-            **({} if mode == "greedy" else {"sampling": _in_use(asdict(self.sampling))}),
+            **({} if mode == "greedy" else {"sampling": in_use}),
             "prompts": len(self.prompts),
             "counted_prompts": len(counted_prompts),
             "max_new_tokens": self.max_new_tokens,
@@ -329,13 +332,6 @@ class _Evaluation:
                 bitwise = self.bitwise[name]
                 lossless = check_texts(self.target, prompts, ours, plain_texts, advance, bitwise, seeded)
         return lossless.to_dict() | {"passed": lossless.passed}
-
-
-def _in_use(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Sampling parameters of a report; those that came later only if they are set, so that it can be compared with
-    older ones."""
-    later = ("presence_penalty", "frequency_penalty", "logit_bias")
-    return {name: value for name, value in sampling.items() if value or name not in later}
 
 
 def _plain_seconds(timed: Mapping[str, Timed], names: Sequence[str]) -> float:

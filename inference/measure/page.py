@@ -26,11 +26,7 @@ COLUMN, ROW, RADIUS = 104, 24, 10  # pixels of that picture, between nodes; of a
 
 def tree_picture(held: dict[Ranks, tuple[int, int]]) -> dict[str, Any]:
     """Places of the nodes that are accepted most often, with the lines to their parents: depth to the right, the best
-    child of a node beside it.
-
-    Args:
-        held: as :func:`acceptance_by_ranks` returns it.
-    """
+    child of a node beside it. ``held``: as :func:`acceptance_by_ranks` returns it."""
     steps = held[()][0]
     # A node is accepted in no more steps than its parent, so that parents are among the shown ones.
     shown = sorted(held, key=lambda path: (-held[path][1], len(path), path))[: SHOWN_NODES + 1]

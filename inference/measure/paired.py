@@ -3,31 +3,22 @@
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftsmith.inference.engine.engine import Generation
+    from draftsmith.inference.measure.timing import Timed
 
 MIN_PAIRS = 5  # timed groups, or prompts, without which a figure has no 95 % interval
 Columns = dict[Any, list[float]]  # by prompt or group: amounts of A, then those of B
-
-
-class _Timed(Protocol):
-    """What :class:`draftsmith.inference.measure.timing.Timed` says of the timed groups."""
-
-    tokens: list[int]
-    groups: list[Sequence[int]]
-
-    @property
-    def typical_seconds(self) -> list[float]: ...
 
 
 def paired_fields(
     prompts: Sequence[Sequence[int]],
     kinds: Sequence[str | None],
     results: Sequence["Generation"],
-    timed: _Timed,
-    bases: Mapping[str, _Timed],
+    timed: "Timed",
+    bases: Mapping[str, "Timed"],
     counted: Collection[int],
 ) -> dict[str, Any]:
     """The report's fields ``per_prompt`` and ``per_group``: lists with a value for each prompt, or each timed group.
@@ -38,7 +29,7 @@ def paired_fields(
     accepted = [result.accepted if number in counted else [] for number, result in enumerate(results)]
     group_of = {prompt: number for number, group in enumerate(timed.groups) for prompt in group}
 
-    def amounts(method: _Timed) -> dict[str, Any]:
+    def amounts(method: "Timed") -> dict[str, Any]:
         return {"new_tokens": method.tokens, "seconds": [round(seconds, 6) for seconds in method.typical_seconds]}
 
     return {

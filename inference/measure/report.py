@@ -107,10 +107,7 @@ def acceptance(results: Sequence[Generation], max_depth: int, sources: Sequence[
     ``loops`` has the number of tokens before the first loop of an answer (:func:`loop_begins`), and τ over the steps
     that end before it. ``repetition`` has τ up to the first repeated 8-gram, which need not begin a loop.
     ``mean_accepted_length_by_draft_length`` has τ if drafts ended after k = 1, 2, … 7 tokens: of each step the first k
-    accepted tokens count, and the target's own.
-
-    Args:
-        sources: of a drafter that counts its nodes by source.
+    accepted tokens count, and the target's own. ``sources``: of a drafter that counts its nodes by source.
     """
     lengths = [length for result in results for length in result.accepted]
     steps = len(lengths)
@@ -328,11 +325,7 @@ def print_texts(
     sources: Sequence[str] = (),
 ) -> None:
     """Write answers to stdout, without their stop tokens' text, a line feed between two; headings and the ends of the
-    prompts to ``console``.
-
-    Args:
-        drafter, sources: as :func:`draftsmith.inference.commands.terminal.legend` takes them.
-    """
+    prompts to ``console``. ``drafter, sources``: of :func:`draftsmith.inference.commands.terminal.legend`."""
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
         if number > 1:
             separate_text()

@@ -147,12 +147,8 @@ def accepted_interval(results: Sequence[Generation]) -> list[float] | None:
 
 def speedup_fields(name: str, measured: Speedup | None) -> dict[str, Any]:
     """A speed-up as the two fields of a report, ``name`` and ``name_interval``."""
-    if measured is None:
-        return {name: None, f"{name}_interval": None}
-    return {
-        name: round(measured.ratio, 4),
-        f"{name}_interval": [round(bound, 4) for bound in measured.interval] if measured.interval else None,
-    }
+    ratio, interval = (None, None) if measured is None else (round(measured.ratio, 4), measured.interval)
+    return {name: ratio, f"{name}_interval": [round(bound, 4) for bound in interval] if interval else None}
 
 
 def _ratio(sums: torch.Tensor) -> torch.Tensor:

@@ -51,11 +51,7 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 def trace(decoder: SpeculativeDecoder, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> Trace:
-    """Decode a prompt once more, and keep each step's tree.
-
-    Args:
-        options: of ``SpeculativeDecoder.generate``.
-    """
+    """Decode a prompt once more, and keep each step's tree. ``options``: of ``SpeculativeDecoder.generate``."""
     tokenizer, names_sources = decoder.target.tokenizer, bool(decoder.drafter.sources)
     found = Trace()
 

@@ -96,11 +96,6 @@ class _Text:
     supervised: Tensor
     ranks: Tensor
 
-    @property
-    def positions(self) -> int:
-        """At which a step begins."""
-        return positions_of(self.ranks)
-
 
 def batches(count: int, rows: int, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[slice]:
     """Slices of ``range(count)`` until the time ``until``.
@@ -228,7 +223,7 @@ def calibrate(
     with ProgressBar("calibrating (s)", math.ceil(settings.seconds), console, transient=True) as advance:
         progress = _Progress(settings.seconds, advance)
         text = _count_ranks(drafter, target, texts, data, rows, settings, progress, 1 - DYNAMIC if decoding else 1.0)
-        check_enough(folder, text.positions)
+        check_enough(folder, positions_of(text.ranks))
         seconds = {"ranking": progress.elapsed}
         costs = step_costs(target, settings.lean)
         sizes = (settings.nodes,) if settings.nodes else tree_search.SIZES
@@ -250,7 +245,7 @@ def calibrate(
         except KeyboardInterrupt as stop:  # the fixed tree is written first: it must not be lost
             interrupted = stop
     text_of = "the target's answers to the prompts" if texts else "held-out rows"
-    print(f"calibrated on {text.positions:,} positions of {text_of} ({seconds['ranking']:.0f} s)")
+    print(f"calibrated on {positions_of(text.ranks):,} positions of {text_of} ({seconds['ranking']:.0f} s)")
     print_candidates(candidates, costs, compared)
     if (decoding or interrupted) and not compared:
         why = "it was interrupted" if interrupted else "the time was too short; give more --seconds"
@@ -322,7 +317,7 @@ def _write_tree(
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     facts = (drafter.facts or head_facts)(ranks)
     calibration = {
-        "positions": text.positions,
+        "positions": positions_of(ranks),
         "expected_mean_accepted_length": round(chosen.tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),
         **facts,

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -145,20 +145,15 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     return max(candidates, key=lambda each: (each.speedup, -each.nodes))
 
 
+@dataclass
 class Watch:
-    """Time of a part of the calibration, of which setting up is counted by itself.
+    """Time of a part of the calibration, of which setting up is counted by itself."""
 
-    Args:
-        seconds: that it may take.
-        set_up_seconds: that setting up may take, in addition.
-        show: called with a note for the progress bar.
-    """
-
-    def __init__(
-        self, seconds: float, set_up_seconds: float = math.inf, show: Callable[[str], None] = lambda note: None
-    ) -> None:
-        self.seconds, self.set_up_seconds, self.show = seconds, set_up_seconds, show
-        self.began, self.set_up = time.monotonic(), 0.0
+    seconds: float  # that it may take
+    set_up_seconds: float = math.inf  # that setting up may take, in addition
+    show: Callable[[str], None] = lambda note: None  # called with a note for the progress bar
+    set_up: float = field(default=0.0, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def elapsed(self) -> float:
@@ -197,12 +192,9 @@ def simulate_dynamic(
     drafting: Callable[[Topology | DynamicShape, Confidence | None], float],
 ) -> list[ComparedTree]:
     """Dynamic trees of several sizes beside the fixed one, of a drafter whose positions are independent: their τ by
-    simulation of the text on which its ranks were counted, the time of a step estimated.
-
-    Args:
-        counted: ranks ``[S, T, K]`` and log q ``[S, T, K, R]`` of each batch of the text.
-        drafting: the time in which a tree is drafted, in plain steps.
-    """
+    simulation of the text on which its ranks were counted, the time of a step estimated. ``counted``: ranks
+    ``[S, T, K]`` and log q ``[S, T, K, R]`` of each batch of the text; ``drafting``: the time in which a tree is
+    drafted, in plain steps."""
     at = [ranks[..., 0] >= 0 for ranks, _ in counted]
     ranks, log_q = (torch.cat([each[i][begins] for each, begins in zip(counted, at, strict=True)]) for i in (0, 1))
     confidence = fit_confidence(ranks, log_q)
@@ -238,7 +230,9 @@ def compare_dynamic(
         if decoders and watch.set_up > watch.set_up_seconds:
             break
         with watch.setting_up(f"tree {len(decoders) + 1} of {len(drafters)} to compare"):
-            decoders.append(_decoder(target, drafter, lean, longest, COMPARED_TOKENS))
+            decoders.append(decoder := SpeculativeDecoder(target, drafter, lean=lean))
+            # It allocates for the longest prompt and its answer, and chooses the forms of products.
+            decoder.serve([Request(longest, 4, stop_ids=frozenset())], 1, max_length=len(longest) + COMPARED_TOKENS)
             if len(decoders) == 1:
                 since = time.perf_counter()
                 _ends(decoders[0], longest, COMPARED_TOKENS)
@@ -259,15 +253,6 @@ def compare_dynamic(
         return []
     pairs = zip(SHAPES, steps[1:], seconds[1:], strict=False)
     return [ComparedTree(shape, tokens / count, seconds[0] / spent) for shape, count, spent in pairs]
-
-
-def _decoder(
-    target: Target, drafter: Drafter | None, lean: bool | None, prompt: list[int], count: int
-) -> SpeculativeDecoder:
-    """A decoder that has allocated for a prompt and ``count`` tokens, and has chosen the forms of products."""
-    decoder = SpeculativeDecoder(target, drafter, lean=lean)
-    decoder.serve([Request(prompt, 4, stop_ids=frozenset())], 1, max_length=len(prompt) + count)
-    return decoder
 
 
 def _ends(decoder: SpeculativeDecoder, prompt: list[int], count: int) -> list[float]:

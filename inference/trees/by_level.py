@@ -400,11 +400,8 @@ def _topology(tree: Sequence[int] | Topology, vocabulary: int) -> Topology:
 
 def draw_children(q: Tensor, uniforms: Tensor, replacement: bool = False) -> tuple[Tensor, Tensor]:
     """Draw k tokens of each distribution ``[B, n, V]`` float32 in order, by inversion of fresh uniforms ``[B, n, k]``;
-    none twice, unless by ``replacement``.
-
-    Returns:
-        Tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where no token was left to draw (or q is NaN).
-    """
+    none twice, unless by ``replacement``: tokens ``[B, n, k]`` int64; bool ``[B, n, k]``, False where no token was left
+    to draw (or q is NaN)."""
     weights, flat_uniforms = q.flatten(0, 1), uniforms.flatten(0, 1)
     tokens: list[Tensor] = []
     drawn: list[Tensor] = []

@@ -138,6 +138,7 @@ class IndependentTree:
 
     def __init__(self, shape: DynamicShape, device: torch.device, confidence: Confidence | None = None) -> None:
         self.shape, ranks, paths = shape, shape.top_k, possible_paths(shape)
+        self.sizes = shape.nodes, shape.depth, ranks, shape.branching  # N, D, R, and children of a node, at most
         number = {path: place for place, path in enumerate(paths)}
         end = shape.depth * ranks  # the place of a 0, behind the log q of all depths and ranks
         places = [[d * ranks + path[d] if d < len(path) else end for path in paths] for d in range(shape.depth)]
@@ -189,9 +190,10 @@ class RankTree:
     def __init__(self, topology: Topology, device: torch.device, acceptances: Sequence[float] | None = None) -> None:
         weights = None if acceptances is None else [1.0, *acceptances]
         self.tree = StaticTree(topology.parents, device, weights)
-        self.ranks = topology.max_rank + 1
+        ranks = topology.max_rank + 1
+        self.sizes = topology.num_nodes, topology.max_depth, ranks, self.tree.draws.child.shape[2]  # as IndependentTree
         # Node i takes candidate [depth − 1, last rank of its path]; depths the tree does not use are not drafted.
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in topology.paths]
+        flat = [(len(path) - 1) * ranks + path[-1] for path in topology.paths]
         self.own = torch.tensor(flat, dtype=torch.int64, device=device)
         self.acceptance = None if weights is None else torch.tensor([weights], device=device)  # [1, N]
 

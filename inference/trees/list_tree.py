@@ -6,7 +6,7 @@ Shape letters: B rows, N nodes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -143,22 +143,17 @@ class ListTreeBuilder:
         return self.shapes[key]
 
     def _padded(self, trees: Sequence[ListTree], nodes: int) -> TokenTree:
-        words = -(-nodes // 64)
-        tokens, parents, depths, bits, acceptance, sources, valid = [], [], [], [], [], [], []
+        words, rows = -(-nodes // 64), list[tuple[list[Any], ...]]()
         for tree in trees:
             (_, depth, ancestors), padding = self._shape(tree.parents), nodes - len(tree.tokens)
-            tokens.append(tree.tokens + [0] * padding)
-            parents.append(tree.parents + [0] * padding)
-            depths.append(depth + [1] * padding)
-            acceptance.append(tree.acceptance + [0.0] * padding)
-            sources.append(tree.sources + [0] * padding)
-            valid.append([True] * len(tree.tokens) + [False] * padding)
             zeros = [0] * (words - len(ancestors[0]))
-            bits.append([row + zeros for row in ancestors] + [[1] + [0] * (words - 1)] * padding)
-
-        values = tokens, parents, depths, bits, valid, sources, acceptance
+            bits = [row + zeros for row in ancestors] + [[1] + [0] * (words - 1)] * padding
+            shape = tree.parents + [0] * padding, depth + [1] * padding, bits
+            valid = [True] * len(tree.tokens) + [False] * padding
+            estimated = tree.sources + [0] * padding, tree.acceptance + [0.0] * padding
+            rows.append((tree.tokens + [0] * padding, *shape, valid, *estimated))
         dtypes = torch.int64, torch.int32, torch.int32, torch.int64, torch.bool, torch.int64, torch.float32
-        pairs = zip(values, dtypes, strict=True)
+        pairs = zip(zip(*rows, strict=True), dtypes, strict=True)
         ids, above, levels, bitsets, is_valid, source, weights = (
             torch.tensor(each, dtype=dtype, device=self.device) for each, dtype in pairs
         )

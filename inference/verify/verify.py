@@ -206,11 +206,8 @@ class Verifier:
 
     def processed(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
         """Log-probabilities ``[b, P, V]`` float32 of the distributions that plain sampling draws from, after the nodes
-        of some rows' paths; a greedy row's temperature counts as 1.
-
-        Args:
-            logits: ``[b, P, V]``, after the root and the nodes of ``tokens [b, P − 1]``, which follow it.
-        """
+        of some rows' paths; a greedy row's temperature counts as 1. ``logits``: ``[b, P, V]``, after the root and the
+        nodes of ``tokens [b, P − 1]``, which follow it."""
         settings, seen, places = self.settings[rows], self._seen_in(rows), logits.shape[1]
         if settings.uses_greedy:
             settings.temperature = torch.where(settings.temperature > 0, settings.temperature, 1.0)

@@ -324,17 +324,6 @@ def _read_back(folder: Path, file: str, source: ExportSource, to: str) -> float:
     return apart
 
 
-class _Repeated(nn.Module):
-    """Random embeddings ``[N, d]`` for any ids."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table[ids % len(self.table)]
-
-
 def _logits(drafter: Eagle | MedusaHeads | DFlash, lm_head: nn.Module) -> Tensor:
     """A drafter's logits ``[N, V]`` in float32 on random features and, for EAGLE, embeddings, at each position and for
     further tokens of a draft; −inf for tokens that are not drafted."""
@@ -345,7 +334,8 @@ def _logits(drafter: Eagle | MedusaHeads | DFlash, lm_head: nn.Module) -> Tensor
     else:
         captured = len(drafter.config.captured_layers)
         features = torch.randn(1, _POSITIONS, c.hidden_size * (1 + captured), generator=random)
-        embed = _Repeated(torch.randn(_POSITIONS, c.hidden_size, generator=random))
+        table = torch.randn(_POSITIONS, c.hidden_size, generator=random)
+        embed = cast(nn.Module, lambda ids: table[ids % len(table)])  # for any ids
         tokens = torch.arange(_POSITIONS)[None]
         if isinstance(drafter, DFlash):
             outs = list(drafter.draft(features, embed, tokens, torch.arange(1, _POSITIONS)[None])[0])
