@@ -154,7 +154,7 @@ def run(claim: Claim, small: bool, folder: Path, seed: int, ran: set[str]) -> di
         "command": f"python benchmarks/claims.py {claim.name}" + " --small" * small + f" --seed {seed}" * bool(seed),
         "commands": [command for _, command in commands],
         "seconds": round(time.monotonic() - began),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": re.sub(r", \d+ threads$", "", device_name(device)),  # each command says its own in its report
         "versions": versions(),
     }

@@ -159,10 +159,7 @@ def optimize(
         evaluate: metrics of the module, before the first step, every ``evaluate.every`` steps and at the end.
         best_on: the metric that selects the weights kept in ``checkpoints/best/STAGE`` (``"-x"``: less is better).
 
-    Raises:
-        FloatingPointError: the loss is not finite.
-        KeyboardInterrupt: the user asked to stop; a checkpoint was written first.
-    """
+    Raises FloatingPointError: the loss is not finite. KeyboardInterrupt: the user asked to stop, and it was saved."""
     run.best, run.best_step, run.first, run.used = -math.inf, 0, run.step, 0.0
     accelerator, recipe = run.accelerator, run.recipe
     trained = [p for p in module.parameters() if p.requires_grad]
