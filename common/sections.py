@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
-from typing_extensions import Self
 
 from draftsmith.common.data_sections import Data
 from draftsmith.common.field_types import (
@@ -219,6 +218,9 @@ class Export(Section):
 StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]
 
 
+S = TypeVar("S", bound="Stage")
+
+
 class Stage(Section):
     """One call of the training loop."""
 
@@ -251,7 +253,7 @@ class Stage(Section):
         """Number of sequences of all its steps."""
         return self.num_steps * self.batch.sequences
 
-    def with_rows(self, rows: int) -> Self:
+    def with_rows(self: S, rows: int) -> S:
         """The stage with steps in place of epochs, which are passes over so many rows."""
         assert self.epochs is not None
         steps = math.ceil(self.epochs * rows / self.batch.sequences)
@@ -266,7 +268,7 @@ class Stage(Section):
             )
 
     @model_validator(mode="after")
-    def _schedulable(self) -> Self:
+    def _schedulable(self) -> "Stage":
         if self.steps is None and self.epochs is None:
             raise ValueError("it has neither steps nor epochs; add one of them")
         if self.steps is not None and self.epochs is not None:

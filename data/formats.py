@@ -21,8 +21,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from typing_extensions import NotRequired
-
 from draftsmith.data.rows import UnusableRow
 
 Message = dict[str, Any]  # "role" and "content" are texts
@@ -53,13 +51,16 @@ class Completion:
     completion: str
 
 
-class TokenIds(TypedDict):
+class _BothIds(TypedDict):
+    prompt: list[int]
+    answer: list[int]
+
+
+class TokenIds(_BothIds, total=False):
     """The ids of an answer's prompt, from the text's beginning on, and of the answer with what the model thought before
     it and the token that ended it. ``logprobs``: of the answer's ids, if they were asked for; training reads none."""
 
-    prompt: list[int]
-    answer: list[int]
-    logprobs: NotRequired[dict[str, Any]]
+    logprobs: dict[str, Any]
 
 
 def is_ids(value: object) -> bool:

@@ -107,7 +107,7 @@ def _stamp(decoder: nn.Module) -> list[Any]:
             _hooks(module),
             weight.data_ptr(),
             weight.requires_grad,
-            0 if weight.is_inference() else weight._version,  # norms keep copies; not counted in inference mode
+            _version(weight),
         )
         for module in decoder.modules()
         for weight in module._parameters.values() or [_NONE]
@@ -119,6 +119,14 @@ def _hooks(module: nn.Module) -> list[Any]:
     """A module's hooks, without those that transformers installs, which only record requested outputs."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+
+
+def _version(weight: Tensor) -> int:
+    """How often a weight was written to (norms keep copies)."""
+    try:
+        return weight._version
+    except RuntimeError:  # created in inference mode, where writes are not counted
+        return 0
 
 
 def _make(target: Target) -> LeanDecoder:

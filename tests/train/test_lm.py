@@ -194,7 +194,9 @@ def test_begin_with_another_model(run_main, trained, tmp_path):
     assert said.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
     said = begin.refused("z", *options, "stages.0.unlikelihood.source.answers=null")
     assert "source needs 'answers'" in said
-    said = begin.refused("z", *options, "stages.0.unlikelihood.source.source=a.jsonl")
+    said = begin.refused(
+        "z", *options, "stages.0.unlikelihood.source={source: a.jsonl, answers: {prompts: 8, new_tokens: 24}}"
+    )
     assert "source 'a.jsonl': only text of stdlib and package:NAME is continued" in said
     said = begin.refused("z", *options, "stages.0.max_length=5000")
     assert "rows of 5000 tokens, but model.max_position_embeddings is " in said

@@ -70,7 +70,8 @@ def test_its_target(folder):
 )
 def test_it_decodes_the_target_exactly(folder, tmp_path, run_decode, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert (file := gguf_file(target_of(folder)))
+    file = gguf_file(target_of(folder))
+    assert file
     stored = convert_gguf(file)
     assert FINGERPRINTS[target_of(folder)] in (fingerprint(stored), older_fingerprint(stored))
     # A tree of its own: which nodes of the shipped one pay, if any, depends on the machine and its load.
