@@ -27,7 +27,7 @@ BARS = {
     "lines of Python in tests": 49_560,
     "lines of Python in benchmarks": 12_850,
     "files that inference/engine/engine.py needs": 54,
-    "lines of these files": 12_680,
+    "lines of these files": 12_700,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
     "files from decode.py to the first committed token": 62,
