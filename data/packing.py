@@ -18,7 +18,7 @@ from draftsmith.data.rows import Skipped
 def pack(documents: Sequence[Sequence[int]], where: str, length: int, separator: int) -> torch.Tensor:
     """Join documents with ``separator`` and cut the stream into rows; an incomplete last row is dropped.
     Returns ``[S, length]`` int32 (large enough for vocabularies, half the memory of int64).
-    Raises ValueError, with ``where`` they are from: the documents do not fill one row."""
+    Raises ValueError, which names ``where`` they are from: the documents do not fill one row."""
     stream: list[int] = []
     for document in documents:
         stream.extend(document)

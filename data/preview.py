@@ -123,7 +123,7 @@ def main() -> None:
             continue
         if source.streaming:  # as many rows as one may want to look at
             source = source.model_copy(update={"limit": min(source.limit or STREAMED, STREAMED)})
-            console.print(f"streamed: of its first {source.limit:,} rows, at most")
+            console.print(f"streamed: its first {source.limit:,} rows, at most")
         samples = tokenized(source, recipe.data, tokenizer)
         console.print(summary(samples, recipe.data.max_length))
         for number in np.linspace(0, len(samples) - 1, min(args.count, len(samples))).astype(int).tolist():

@@ -131,7 +131,7 @@ class StageSamples:
         parts = [rows.batch(run, longest) for rows, run in runs]
         # A server's features stand beside stored rows alone: beside streamed ones they are asked for later.
         common = [key for key in parts[0] if all(key in part for part in parts)]
-        batch = {key: torch.cat([part[key] for part in parts]) for key in common}
+        batch = parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in common}
         return batch | {key: rows[[n % len(rows) for n in numbers]] for key, rows in self.beside.items()}
 
     def labels(self, first: int) -> int | None:

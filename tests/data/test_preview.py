@@ -41,7 +41,7 @@ def test_preview(recipe, run_main):
 def test_of_a_streamed_source_the_first_rows(recipe, run_main, monkeypatch):
     monkeypatch.setattr(preview, "STREAMED", 3)
     code, out, _ = run_main(preview.main, recipe, "data.train.0.streaming=true")
-    assert code == 0 and "streamed: of its first 3 rows, at most\n3 samples, " in out
+    assert code == 0 and "streamed: its first 3 rows, at most\n3 samples, " in out
 
 
 def test_validation_and_overrides(recipe, run_main):

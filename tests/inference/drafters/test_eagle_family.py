@@ -43,6 +43,7 @@ def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts
     """By a fixed tree and a dynamic one, greedily and by sampling, alone and with n-grams."""
     early = run_decode(f"{folder} --prompts {prompts}")
     assert early == (2, "", f"error: {folder}: has no tree.json yet; run: python inference/calibrate.py {folder}\n")
+    assert run_decode(f"{folder}@1,1 --prompts {prompts}") == early, "the folder's name is what calibrate.py takes"
     options = f"--prompts {prompts} --max-new-tokens 24 {OPTIONS}"
     code, out, err = run_main(calibrate.main, folder, *options.split(), "--nodes", 6, "--seconds", 2)
     assert code == 0 and "6 nodes" in out, err
@@ -66,6 +67,8 @@ def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts
         assert found["lossless"]["passed"] and found["mean_accepted_length"] >= 1
         if "+" in str(name):
             assert set(found["sources"]) == {str(folder), "ngram"}
+    code, _, err = run_decode(f"{folder}@1,1 --prompts {prompts} --tree {folder / 'tree.json'}")
+    assert code == 2 and f"'{folder}@1,1' gives its children by depth, too; leave one of them out" in err
 
 
 def test_a_dynamic_tree_has_precedence(folder, target):
