@@ -191,6 +191,7 @@ def test_what_is_refused(run_main, drafters, sets, tmp_path):
         ([f"{medusa}=1k", "--prompts", sets[0], "--tree", deep], "a tree of 5 levels; "),
         ([eagle, eagle, "--prompts", sets[0]], "is given twice"),
         ([eagle, "--prompts", sets[0], "--max-new-tokens", 2], "at least 3"),
+        ([eagle, "--prompts", sets[0], "--first", 1, "--nodes", 4], "give at least two prompts"),
         ([eagle, "--prompts", sets[0], "--first", 0], "--first 0: must be at least 1"),
     ):
         code, _, err = run_main(tau_by_tokens.main, *words, "--threads", 1)

@@ -413,8 +413,8 @@ def test_another_template_or_library_is_named(train, run_main, tiny_lm, tmp_path
     template.write_text(template.read_text() + " ")
     content["depends_on"]["torch"] = "1.0"
     state.write_text(json.dumps(content))
-    train("as-it-was", options[0], "stages.0.steps=2", "--resume")
-    changed = f"has changed: torch (1.0, now {torch.__version__}), chat template; the steps"
+    train("as-it-was", options[0], "stages.0.steps=2", "run.seed=7", "--resume")
+    changed = f"has changed: torch (1.0, now {torch.__version__}), training rows, chat template, run.seed (3, now 7)"
     assert changed.replace("+cpu", "") in train.out.replace("+cpu", "")
     assert not warned(run), "trained on, with the template that the target has now"
     template.write_text(template.read_text() + " ")

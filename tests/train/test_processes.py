@@ -239,9 +239,12 @@ def test_two_machines(recipe, launcher, run_main):
         )
         for rank in (0, 1)
     ]
+    printed = []
     for run in runs:
-        _, err = run.communicate(timeout=300)
+        out, err = run.communicate(timeout=300)
         assert run.returncode == 0, err[-3000:]
+        printed.append("precision:" in out + err)
+    assert printed == [True, False], "each line once"
     one, two = (recipe.parent / name for name in names)
     assert metrics(two, "loss") == pytest.approx(metrics(one, "loss"), rel=1e-4)
     assert metrics(two, "simulated_tau") == pytest.approx(metrics(one, "simulated_tau"), rel=1e-3)
