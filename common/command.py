@@ -361,9 +361,9 @@ def cpu_facts() -> dict[str, str]:
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def interruptible(*, saves: bool = True) -> Iterator[Callable[[], bool]]:
     """Delay Ctrl-C and SIGTERM: the first one only makes the yielded function return True, so that a step can end and
-    be saved; a second one interrupts at once."""
+    be saved; a second one interrupts at once. Without ``saves`` Ctrl-C alone, and nothing is said."""
     if threading.current_thread() is not threading.main_thread():  # signals can be handled in the main thread only
         yield lambda: False
         return
@@ -372,12 +372,12 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     def request(signum: int, frame: FrameType | None) -> None:
         nonlocal requested
         if requested:
-            raise KeyboardInterrupt("interrupted twice; the last checkpoint is kept")
+            raise KeyboardInterrupt("interrupted twice; the last checkpoint is kept" if saves else "")
         requested = True
-        # Not print(): the signal may have interrupted one, and printing is not reentrant.
-        os.write(2, b"\ninterrupted: finishing this step, then saving (again to stop at once)\n")
+        if saves:  # not print(): the signal may have interrupted one, and printing is not reentrant
+            os.write(2, b"\ninterrupted: finishing this step, then saving (again to stop at once)\n")
 
-    signals = (signal.SIGINT, signal.SIGTERM) if _handles_interrupts() else (signal.SIGTERM,)
+    signals = [signal.SIGINT] * _handles_interrupts() + [signal.SIGTERM] * saves
     before = {s: signal.signal(s, request) for s in signals}
     try:
         yield lambda: requested

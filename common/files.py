@@ -150,6 +150,18 @@ def check_own(option: str, folder: Path, own: Mapping[str, str]) -> None:
             )
 
 
+def check_whole(option: str, folder: Path, field: str) -> None:
+    """Check a folder that a command writes as a whole: a new one, an empty one, or one that it wrote before, whose
+    provenance.json has a ``field``.
+    Raises ValueError: it holds something else."""
+    check_own(option, folder, {"provenance.json": field})
+    if folder.is_dir() and not (folder / "provenance.json").exists():
+        there = sorted(path.name for path in folder.iterdir())
+        if there:
+            shown = ", ".join(there[:3]) + (", …" if len(there) > 3 else "")
+            raise ValueError(f"{option} {folder}: it holds other things ({shown}); name another folder")
+
+
 def check_file(option: str, file: Path | None, *suffixes: str, beside: str = "") -> None:
     """Make the folder of a file for results and try to write there; None is skipped.
     ``suffixes``: that it may have, so that no file of another kind is replaced; ``.json`` if left out.

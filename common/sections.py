@@ -78,6 +78,11 @@ class TargetSection(Section):
         description="a server runs the frozen target, and only its embeddings, final norm and LM head are loaded here",
     )
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``load_target``, as the recipe has them."""
+        return {name: getattr(self, name) for name in ("revision", "dtype", "quantize", "trust_remote_code")}
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

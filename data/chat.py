@@ -27,7 +27,7 @@ from draftsmith.data.chat_template import (
     rendered_fields,
     template_of,
 )
-from draftsmith.data.formats import FLAGS, REASONING, Completion, Message
+from draftsmith.data.formats import ASKED, FLAGS, REASONING, Completion, Message
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
 from draftsmith.models.tokenizer import MARK
@@ -317,6 +317,8 @@ class Chat:
 
     def _not_trained_on(self, message: Message) -> str | None:
         """Why an answer gets no label, for any rendering by the template."""
+        if ASKED in message:
+            return "they are part of a prompt"
         for name in FLAGS:
             if not message.get(name, True):
                 return f"'{name}' is {int(message[name])}"

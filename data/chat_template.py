@@ -58,11 +58,15 @@ def check_template(template: str, where: str = "data.template") -> None:
         raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {first_line(error, 100)})") from None
 
 
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+    own = tokenizer.chat_template
+    return own.get("default") if isinstance(own, dict) else own  # some have several
+
+
 def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
     """The template that renders chats: the recipe's, else the tokenizer's own.
     Raises ValueError: there is none, or it is no Jinja template."""
-    own_template = tokenizer.chat_template
-    own_template = own_template.get("default") if isinstance(own_template, dict) else own_template  # some have several
+    own_template = _own_template(tokenizer)
     if template is None and not isinstance(own_template, str):
         raise ValueError(f"the tokenizer has no chat template; {ADVICE}")
     if template is None:
@@ -170,8 +174,7 @@ def prints_date(template: str, special: frozenset[tuple[str, str]]) -> bool:
 
 def rendered_today(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
     """A chat as a template that prints the day's date renders it; None for another template."""
-    own = tokenizer.chat_template
-    used = template or (own.get("default") if isinstance(own, dict) else own)
+    used = template or _own_template(tokenizer)
     special = tokenizer.special_tokens_map
     if not isinstance(used, str) or not prints_date(used, frozenset(special.items())):
         return None

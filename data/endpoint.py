@@ -260,7 +260,7 @@ class Server:
         except (OSError, http.client.HTTPException):
             text = ""
         detail = self.short(text)
-        if code in (400, 413, 422) and re.search("context.(length|size)", detail):
+        if code in (400, 413, 422) and re.search("context.(length|size)", text):
             return RequestFailed(TOO_LONG, detail)
         retry = code in (408, 429) or code >= 500
         named = frozenset(name for name in NO_EFFECT | TOKEN_IDS if not retry and re.search(rf"\b{name}\b", text))

@@ -36,6 +36,7 @@ _SHAREGPT = {
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # OpenAI's
 RESULTS = ("tool", "function")  # roles of the results of calls
 FLAGS = ("weight", "loss", "train", "loss_mask")  # 0 or false: the message is not trained on
+ASKED = "asked"  # marks the messages of a prompt whose completion alone is trained on
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant wrote before its answer
 # Fields that are read wherever they have an effect, and those that train/distill.py notes for people.
 _KNOWN = {"messages", "conversations", "turns", "prompt", "completion", "text", "id", "source", "finish_reason"}
@@ -92,7 +93,8 @@ def read_sample(row: Any) -> str | list[Message] | Completion:
         prompt, completion = fields["prompt"], fields["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             return Completion(_text(prompt, "prompt"), _filled(completion, "completion"))
-        chat = _with_system([*_messages(prompt, "prompt"), *_messages(completion, "completion")], fields)
+        asked: list[Message] = [{**message, ASKED: True} for message in _messages(prompt, "prompt")]
+        chat = _with_system([*asked, *_messages(completion, "completion")], fields)
     if chat is None and "text" in fields:
         return _filled(fields["text"], "text")
     if chat is None:

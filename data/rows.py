@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 
 from draftsmith.common.command import first_line
 from draftsmith.common.data_sections import SLICE, Source
-from draftsmith.common.files import parse_json, read_text
+from draftsmith.common.files import file_sha256, parse_json, read_text
 from draftsmith.data import sources
 
 T = TypeVar("T")
@@ -212,11 +212,8 @@ def _known(source: Source, files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         with _reading(source, path):
-            if source.streaming:
-                digest.update(f"{path.stat().st_size} ".encode())
-            else:
-                with path.open("rb") as file:
-                    digest.update(hashlib.sha256(file.read()).digest())
+            size = f"{path.stat().st_size} "
+            digest.update(size.encode() if source.streaming else bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
 
 

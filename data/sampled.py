@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.data.chat import Encoded, encode_prompt
-from draftsmith.data.formats import FLAGS, REASONING, Message, TokenIds
+from draftsmith.data.formats import ASKED, FLAGS, REASONING, Message, TokenIds
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
 
@@ -47,7 +47,7 @@ def encode_sampled(
             return None
         begun = samples.pop() if samples and prompt[: len(samples[-1].ids)] == samples[-1].ids else Sample([], [])
         marks = begun.supervised + [False] * (len(prompt) - len(begun.ids))
-        trained = all(message.get(name, True) for name in FLAGS)
+        trained = ASKED not in message and all(message.get(name, True) for name in FLAGS)
         samples.append(Sample(prompt + ids, marks + [trained] * len(ids)))
         if check and _rendered(messages[:place], tokenizer, template, tools) != prompt:
             notes.append(OTHER_PROMPT)

@@ -52,12 +52,11 @@ def open_shards(
             raise TypeError
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{manifest}: damaged, or not a distillation's; set run.name") from None
-    if restart:
-        remove_own(folder)
-        return Shards(folder, 0, processes)
     changed = [name for name in {**before, **decides} if before.get(name) != decides.get(name)]
     changed = [name for name in changed if name not in (older or {}) or before.get(name) != (older or {})[name]]
-    if changed:
+    if restart:
+        remove_own(folder)
+    elif changed:
         values = (json.dumps(d.get(changed[0]), ensure_ascii=False)[:100] for d in (before, decides))
         raise ValueError(
             f"{folder}: its answers belong to another recipe ({changed[0]}: {' → '.join(values)}); set run.name, or "
@@ -134,14 +133,14 @@ class Shards:
         """Append a finished conversation; it is on the disk when this returns."""
         line = {"id": seed, "messages": messages, "finish_reason": finish_reasons, "source": source}
         line |= {"token_ids": token_ids} if token_ids and all(token_ids) else {}
-        _append(next(self._room), line)
+        append(next(self._room), json.dumps(line, ensure_ascii=False), sync=True)
         self._count(seed, finish_reasons)
         self.failures.pop(seed, None)
 
     def fail(self, seed: str, source: str, reason: str, detail: str) -> None:
         """Append a failed prompt to this process's failures, where the last line of an id counts."""
         self.failures[seed] = {"id": seed, "source": source, "reason": reason, "detail": detail}
-        _append(self._failures, self.failures[seed])
+        append(self._failures, json.dumps(self.failures[seed], ensure_ascii=False), sync=True)
 
     def counts(self, wanted: Mapping[str, int]) -> dict[str, Any]:
         """Counts of done, failed and unanswered prompts, given ``wanted``: id → number of answers asked for."""
@@ -166,10 +165,6 @@ class Shards:
             path.unlink(missing_ok=True)
         for others in self._others_failures():
             others.unlink()
-
-
-def _append(path: Path, line: dict[str, Any]) -> None:
-    append(path, json.dumps(line, ensure_ascii=False), sync=True)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

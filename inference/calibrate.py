@@ -132,7 +132,7 @@ def main() -> None:
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)
     if args.at_load and drafter.step_time is not None:
         raise ValueError(f"--at-load is for draft heads; the nodes of '{folder}' follow from its trees: leave it out")
-    check_folder("DRAFTER", folder)
+    check_folder("DRAFTER", folder.resolve())
     with alone(folder):
         data = {} if given else read_held_out(folder)
         target = target_of(folder, config, load_target(target_name, **options))

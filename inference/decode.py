@@ -23,7 +23,7 @@ input.
 """
 
 import argparse
-import re
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.common.command import CommandLine, available_cores, counted, run_command, slow_imports
 from draftsmith.common.files import check_file, check_folder
+from draftsmith.common.progress import ProgressBar
 from draftsmith.data.formats import Message
 from draftsmith.inference.commands.options import (
     SAMPLING,
@@ -43,6 +44,7 @@ from draftsmith.inference.commands.options import (
     check_threads,
     choose_mode,
     read_biases,
+    read_standard_input,
 )
 from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
@@ -257,6 +259,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(
             "--live prints the texts of --prompts and measures nothing; leave out --report and --check-lossless"
         )
+    if not measured and (args.live or not args.prompts):
+        for name, default in (("batch_size", 1), ("repeat", 1), ("seconds", None), ("show", 0)):
+            if getattr(args, name) != default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is for what is measured, --prompts or --report; leave it out"
+                )
     if args.samples and not (args.live or args.answers or (args.prompt is not None and not measured)):
         raise ValueError("--samples is for --prompt and --live, which measure nothing, and for --answers; leave it out")
     if args.interactive and sys.stdin is None:
@@ -290,25 +298,6 @@ def check(args: argparse.Namespace) -> None:
     for file in answer_files(args):
         check_file("--answers", file, ".jsonl")
     check_names(args.drafters or ["none"], args.target)
-
-
-def read_standard_input(args: argparse.Namespace) -> None:
-    """Put what standard input has, without a last line end, in place of the ``-`` of --prompt or --system.
-    Raises ValueError: it is closed, empty or not UTF-8 text; or an argument is not."""
-    for name in ("prompt", "system"):
-        text = getattr(args, name)
-        try:
-            if text == "-":
-                if sys.stdin is None:
-                    raise ValueError(f"--{name} - reads standard input, which is closed; give the text")
-                text = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
-                if not text:
-                    raise ValueError(f"--{name} -: standard input is empty")
-                setattr(args, name, text)
-            elif text:
-                text.encode()
-        except UnicodeError:
-            raise ValueError(f"--{name}: not UTF-8 text") from None
 
 
 def answer_files(args: argparse.Namespace) -> list[Path]:
@@ -367,10 +356,9 @@ def measure(
         keep=args.report and (lambda found: reporting.write_figures(whole(found), args.report)),
     )
     reports = whole(reports)
+    if args.report:  # first: it must not be lost
+        reporting.write_figures(reports, args.report)
     shown = max(args.show, 1) if args.prompt is not None else args.show
-    sources = decoders[0].drafter.sources
-    reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], sources)
-    reporting.print_table(reports, console)
     for file, name, decoder, results in zip(
         answer_files(args), args.drafters, decoders, outputs, strict=bool(args.answers)
     ):
@@ -378,10 +366,18 @@ def measure(
             own = engine_options(args.mode, sampling, prompts, range(1, args.samples))
             own |= {"max_draft_nodes": args.max_draft_nodes, **likely}
             more = prompts * (args.samples - 1)
-            results = [*results, *decoder.generate(more, args.max_new_tokens, batch_size=1, **own)]
+            longest = [max(prompts, key=len)]  # its first call allocates, and captures graphs
+            decoder.generate(longest, args.max_new_tokens, **engine_options(args.mode, sampling, longest))
+            with ProgressBar(f"samples of {name}", len(more), console) as bar:
+                done = itertools.count(1)
+                own["on_end"] = lambda *_, bar=bar, done=done: bar(next(done))
+                results = [*results, *decoder.generate(more, args.max_new_tokens, batch_size=1, **own)]
         write_answers(file, target, name, given, results, sampling.seed)
         console.print(f"wrote {file}", markup=False, soft_wrap=True)
-    if args.report:  # what was measured first: it must not be lost
+    sources = decoders[0].drafter.sources
+    reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], sources)
+    reporting.print_table(reports, console)
+    if args.report:
         reporting.write_reports(reports, args.report, console)
         pages = render_pages(reports, decoders, prompts, kinds, options_of)
         reporting.write_pages(reports, pages, args.report, console)
@@ -451,7 +447,7 @@ def main() -> None:
         drafters.append(drafter)
     assert target is not None
     first = SpeculativeDecoder(target, drafters[0], lean=lean)
-    sampling = replace(sampling, logit_bias=biases_by_id(biases, target.tokenizer))
+    sampling = replace(sampling, logit_bias=biases_by_id(biases, target.tokenizer, target.vocab_size))
     seeds = [sampling.seed + number for number in range(args.samples or 0)]
 
     def options_of(prompt: list[int], samples: Sequence[int] = (0,)) -> dict[str, Any]:

@@ -121,13 +121,13 @@ def main() -> None:
         chosen = candidates(target, args.drafters, selectors, args.entries)
         texts = {size: [each[:size] for each in given if len(each) >= size][: args.texts] for size in args.contexts}
         facts = plan_drafters(target, chosen, *sizes, texts if given else args.texts, args.new_tokens, lean)
-        print_drafter_plan(facts)
     else:
         settings = [(selector, each) for selector in selectors for each in args.entries]
         facts = make_plan(target, *sizes, settings, given, args.texts, args.new_tokens, lean)
-        print_plan(facts)
-    if args.out:
+    if args.out:  # first: it must not be lost
         write_json(args.out, facts)
+    print_drafter_plan(facts) if args.drafters else print_plan(facts)
+    if args.out:
         written = [args.out] if args.drafters else [args.out, args.out.with_suffix(".png")]
         if not args.drafters:
             draw(facts, written[1])

@@ -2,10 +2,9 @@
 
 import copy
 import hashlib
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,24 +16,12 @@ from draftsmith.common.files import json_object, read_text, replacing_folder
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype
 from draftsmith.models.files.weights import check_safetensors, save_tensors
 from draftsmith.models.precision import say
+from draftsmith.models.pretrained import quietly
 from draftsmith.models.target import Target
 from draftsmith.models.tokenizer import template_sha256
 
 FOLDER = "adapter"  # in a drafter folder
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence warnings that importing and running peft causes in other libraries; none concerns the user."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)
+_quietly = partial(quietly, "bitsandbytes", FutureWarning)  # importing and running peft warns of what concerns no user
 
 
 def untie(target: Target) -> None:

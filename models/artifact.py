@@ -88,10 +88,10 @@ def write_model(folder: Path, model: Any, tokenizer: Any, facts: Mapping[str, An
     """Write a ``transformers`` model folder with its provenance, each file whole or not at all.
     Raises OSError: the disk is full, or it cannot be written."""
     with replacing_folder(folder) as temporary:
+        write_json(temporary / "provenance.json", facts)
         logging.disable_progress_bar()  # it would only flash
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-    write_json(folder / "provenance.json", facts)
 
 
 TEMPLATE = "chat_template.jinja"  # in a drafter's folder

@@ -154,6 +154,13 @@ def as_text(value: Any) -> str:
     return text.rpartition("/")[2] if text.startswith(("/", "~")) else text
 
 
+def older_than_weights(calibration: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
+    """Whether a tree was calibrated before the weights were written, whose provenance.json has ``facts``. Older trees
+    do not say."""
+    date = facts.get("date")
+    return calibration.get("weights_date", date) != date
+
+
 def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     """A table of what was measured, from the files of a drafter's folder; a sentence if there is nothing.
     ``facts``: content of provenance.json, if it is not the folder's."""
@@ -162,7 +169,7 @@ def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     tree = object_or_empty(folder / "tree.json")
     counts = [len(paths) for paths in (tree.get("parts") or [tree.get("paths") or []])]
     found = tree.get("calibration")
-    calibration = found if isinstance(found, dict) else {}
+    calibration = found if isinstance(found, dict) and not older_than_weights(found, facts) else {}
     if any(counts):
         chosen = ", of which some are chosen at load" if tree.get("at_load") else ""
         rows.append(("nodes of the tree beside the root" + chosen, " + ".join(map(str, counts)), _where(calibration)))

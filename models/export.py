@@ -26,7 +26,7 @@ import argparse
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.common.files import check_own
+from draftsmith.common.files import check_whole
 from draftsmith.models.files.drafters import check_drafter_name
 from draftsmith.models.precision import DTYPES
 
@@ -67,16 +67,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_output(out: Path) -> None:
-    """Check the folder to write, which is a new one, an empty one, or one that this command wrote before.
-    Raises ValueError: it holds something else."""
-    check_own("--out", out, {"provenance.json": "max_logit_difference"})
-    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
-        there = sorted(path.name for path in out.iterdir())
-        more = ", …" if len(there) > 3 else ""
-        raise ValueError(f"--out {out}: it holds other things ({', '.join(there[:3])}{more}); name another folder")
-
-
 def check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
     if args.to == "hf" and (args.out is not None or args.push_to_hub is None):
@@ -88,7 +78,7 @@ def check(args: argparse.Namespace) -> None:
     if args.to != "hf" and args.out is None:
         raise ValueError(f"--to {args.to}: name the folder to write by --out DIR")
     if args.out is not None:
-        check_output(args.out)
+        check_whole("--out", args.out, "merged_from" if args.to == "merged" else "max_logit_difference")
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: it has to be above 0")
     if args.served_target == "":
@@ -124,7 +114,7 @@ import sys
 from draftsmith.common.files import check_folder, json_object, object_or_empty, read_text, write_json, write_text
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import provenance, push, read_drafter, write_model
-from draftsmith.models.card import is_hub_id, served_name, with_measured
+from draftsmith.models.card import is_hub_id, older_than_weights, served_name, with_measured
 from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.serving.from_published import load_stored
@@ -140,9 +130,12 @@ def publish(name: str, repository: str, private: bool) -> None:
     if local_folder(name) is None:
         raise ValueError(f"{name}: --to hf uploads a folder of this machine")
     folder, _, _ = read_drafter(name)
-    if "calibration" not in object_or_empty(folder / "tree.json"):
+    calibration = object_or_empty(folder / "tree.json").get("calibration")
+    known = isinstance(calibration, dict)
+    if not known or older_than_weights(calibration, object_or_empty(folder / "provenance.json")):
+        what = "older than its weights" if known else "not calibrated"
         raise ValueError(
-            f"{folder}: its tree is not calibrated; first: python inference/calibrate.py {shlex.quote(str(folder))}"
+            f"{folder}: its tree is {what}; first: python inference/calibrate.py {shlex.quote(str(folder))}"
         )
     card = folder / "README.md"
     write_text(card, with_measured(read_text(card, "model card"), folder))

@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.common.files import check_own, json_object
+from draftsmith.common.files import check_whole, json_object
 from draftsmith.models.files.locate import known_folder
 
 
@@ -37,9 +37,7 @@ def parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """What can be known to be wrong before torch is imported. Raises FileNotFoundError, ValueError: one line."""
     out: Path = args.out
-    check_own("--out", out, {"provenance.json": "imported_from"})
-    if out.is_dir() and any(out.iterdir()) and not (out / "provenance.json").exists():
-        raise ValueError(f"--out {out}: it holds other things; name another folder")
+    check_whole("--out", out, "imported_from")
     known_folder(args.target)
     folder = known_folder(args.published)
     if folder is not None and (folder / "config.json").exists():

@@ -1,6 +1,7 @@
 """A ``transformers`` model from its folder: its files are checked first, then loaded whole or refused in one line."""
 
 import importlib.util
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from draftsmith.common.command import out_of_memory
 from draftsmith.common.files import json_object
@@ -38,16 +39,17 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence transformers' warnings; errors are raised here in one line each."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
+def quietly(library: str = "transformers", category: type[Warning] = Warning) -> Iterator[None]:
+    """Silence a library's log up to warnings, and warnings of a category; errors are raised here in one line each."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore", category)
             yield
     finally:
-        logging.set_verbosity(level)
+        logger.setLevel(level)
 
 
 def read_config(model: ModelFolder, trust_remote_code: bool) -> PretrainedConfig:
@@ -61,7 +63,7 @@ def read_config(model: ModelFolder, trust_remote_code: bool) -> PretrainedConfig
     if "auto_map" not in stored and stored["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{file}: transformers {transformers_version} knows no model_type '{stored['model_type']}'")
     try:
-        with _quietly():
+        with quietly():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many types for wrong fields
         raise ValueError(f"{file}: transformers refuses it ({reason_of(error)})") from None
@@ -84,7 +86,7 @@ def check_shapes(folder: Path, config: PretrainedConfig, shapes: Mapping[str, Se
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
         return  # a model with its own code, or one stored quantised
     try:
-        with torch.device("meta"), _quietly():
+        with torch.device("meta"), quietly():
             # Its class by name: under DeepSpeed's ZeRO-3 the Auto class would shard it.
             promised = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])(config)
     except Exception as error:  # for example a head width of 0, or sizes beyond any memory
@@ -144,7 +146,7 @@ def describe_wrong(what: str, names: Sequence[str]) -> str:
 def from_pretrained(folder: Path, options: dict[str, Any]) -> PreTrainedModel:
     """Load the model; every weight has to come from its files, none missing and none left over."""
     try:
-        with _quietly():
+        with quietly():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -171,7 +173,7 @@ def without_weights(folder: Path, config: PretrainedConfig, options: Mapping[str
     are on the CPU; those that are stored hold nothing yet. ``options``: of :func:`from_pretrained`."""
     from accelerate import init_empty_weights  # only where a target is loaded in parts
 
-    with init_empty_weights(include_buffers=False), _quietly():
+    with init_empty_weights(include_buffers=False), quietly():
         model = AutoModelForCausalLM.from_config(config, **options)
         if (folder / GENERATION_CONFIG_NAME).exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)

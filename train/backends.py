@@ -31,8 +31,9 @@ from draftsmith.train.ranks import own_device
 from draftsmith.train.sections.distill import DistillRecipe
 
 TEMPLATE = "chat template"  # a reason of a failure, beside those of data/endpoint.py
+End = Callable[[Conversation], None]
 # The last argument is the manifest's facts, to which a backend adds what it finds out.
-Backend = Callable[[DistillRecipe, Iterator[Conversation], Callable[[Conversation], None], dict[str, Any]], None]
+Backend = Callable[[DistillRecipe, Iterator[Conversation], End, dict[str, Any]], None]
 
 
 def sampling_of(recipe: DistillRecipe, conversation: Conversation) -> Sampling:
@@ -53,12 +54,7 @@ def check_has_template(tokenizer: PreTrainedTokenizerBase, template: str | None)
         )
 
 
-def by_engine(
-    recipe: DistillRecipe,
-    conversations: Iterator[Conversation],
-    end: Callable[[Conversation], None],
-    facts: dict[str, Any],
-) -> None:
+def by_engine(recipe: DistillRecipe, conversations: Iterator[Conversation], end: End, facts: dict[str, Any]) -> None:
     """Answers of our own engine, ``engine.batch_size`` conversations at a time; the fact of that name says how many."""
     t, e, d = recipe.target, recipe.engine, recipe.decoding
     assert t is not None
@@ -68,15 +64,7 @@ def by_engine(
     tokenizer = load_tokenizer(t.name, t.revision, t.trust_remote_code)
     template = template_for(recipe.data, tokenizer)
     check_has_template(tokenizer, template)
-    target, drafter = load_drafter(
-        e.drafter,
-        target_name=t.name,
-        revision=t.revision,
-        dtype=t.dtype,
-        quantize=t.quantize,
-        device=choose_device(own_device()),
-        trust_remote_code=t.trust_remote_code,
-    )
+    target, drafter = load_drafter(e.drafter, target_name=t.name, **t.options, device=choose_device(own_device()))
     if target.adapter:
         raise ValueError(
             f"engine.drafter={e.drafter}: its adapter changes the target's answers; use a drafter without one, or none"
@@ -140,12 +128,7 @@ def by_engine(
     serve_conversations(decoder, conversations, next_request, on_answer, rows, mode=mode, max_length=longest)
 
 
-def by_endpoint(
-    recipe: DistillRecipe,
-    conversations: Iterator[Conversation],
-    end: Callable[[Conversation], None],
-    facts: dict[str, Any],
-) -> None:
+def by_endpoint(recipe: DistillRecipe, conversations: Iterator[Conversation], end: End, facts: dict[str, Any]) -> None:
     """Answers of servers, ``endpoint.concurrency`` conversations at a time at each; ``end`` is called in this thread.
     The fact ``not_sent`` names the parameters that one of them refused."""
     e, d = recipe.endpoint, recipe.decoding

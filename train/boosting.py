@@ -19,7 +19,7 @@ from draftsmith.inference.measure.tree_statistics import AT_ONCE, next_token_ran
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.launch import console
-from draftsmith.train.run import Run
+from draftsmith.train.run import Run, digest_of
 from draftsmith.train.sections.ssm import Boost
 
 MARKS = "marks"  # folder of a run: which labels each round trains on
@@ -105,6 +105,7 @@ def rows_of_round(
     folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})
     there = run.resume and (folder / "model.safetensors").exists()
     made = read_json(folder / "asked.json") if there else asked
+    after = [digest_of(model.model.parameters()).hex() for model in models] if run.main else []
     for name, value in asked.items():
         if made.get(name) != value:
             raise ValueError(
@@ -115,7 +116,7 @@ def rows_of_round(
         return list(rows), weights, sum(len(part.samples) for part in rows)
     given = [_given(part.samples, number, rounds, boost) for part in rows]
     with run.accelerator.main_process_first():
-        if run.main and not there:
+        if run.main and (not there or made.get("after", after) != after):  # else an SSM before it was trained further
             left: dict[str, Tensor] = {}
             for place, (part, labels) in enumerate(zip(rows, given, strict=True)):
                 samples, remaining = subset(part.samples, labels), labels.copy()
@@ -126,7 +127,8 @@ def rows_of_round(
                     remaining[labels] &= kept[samples.supervised]
                 left[str(place)] = torch.from_numpy(remaining)
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "asked.json", asked)
+            (folder / "model.safetensors").unlink(missing_ok=True)
+            write_json(folder / "asked.json", {**asked, "after": after})
             checkpoint.write_tensors(folder, left)
     marks = checkpoint.read_tensors(folder)
     found, shares, prompts = list[Rows](), list[float](), 0

@@ -44,7 +44,7 @@ from draftsmith.models.vocabulary import to_draft_ids
 from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import labels_of, linear_block_loss, linear_soft_loss, shifted_labels, teach
+from draftsmith.train.losses import BesideTarget, labels_of, linear_block_loss, linear_soft_loss, shifted_labels, teach
 from draftsmith.train.replay import Replay
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
@@ -55,7 +55,7 @@ SMOOTHING = 0.5  # of confidences in D-PACE (arXiv 2605.18810)
 NONE, OUTSIDE = -100, -1  # labels: there is none; it is not in the draft vocabulary
 
 
-class DFlashTraining(nn.Module):
+class DFlashTraining(BesideTarget):
     """A frozen target and the drafter that trains on its features."""
 
     def __init__(self, target: Target, dflash: DFlash, recipe: DflashRecipe) -> None:
@@ -66,12 +66,6 @@ class DFlashTraining(nn.Module):
         self.captures = dflash.config.captured_layers
         dflash.recompute, dflash.flex = recipe.precision.gradient_checkpointing, recipe.target.attention != "sdpa"
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
-
-    def train(self, mode: bool = True) -> "DFlashTraining":
-        """Only the drafter enters train mode; the target stays in eval."""
-        super().train(mode)
-        self.model.eval()
-        return self
 
     def labels(self, batch: Batch) -> Tensor:
         """``[K, B, T]``: where a block begins, the drafts' labels, up to the answer's end; elsewhere −100. Blocks are

@@ -16,6 +16,7 @@ vocabulary, d hidden width.
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from draftsmith.common.command import before_imports, recipe_parser, run_command
@@ -157,16 +158,9 @@ def train(run: Run[DynaspecRecipe]) -> None:
     if head.router is not None:
         module = RouterTraining(head, drafts.embed, d.labels).to(target.device)
         blocks = Blocks(rollouts(run, drafts, rows))
+        measure = partial(evaluate, run, drafts=drafts, recorded=recorded, tree=tree)
         for stage in recipe.stages:
-            fit(
-                run,
-                stage,
-                module,
-                [blocks],
-                lambda m: evaluate(run, m, drafts, recorded, tree),
-                "simulated_tau",
-                weights=[1.0],
-            )
+            fit(run, stage, module, [blocks], measure, "simulated_tau", weights=[1.0])
         with run.evaluating(module):
             facts["selection"] = select(run, head, drafts, target, recorded, tree)
     found = kept(recorded, drafts.embed, head)

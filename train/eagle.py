@@ -45,7 +45,7 @@ from draftsmith.train import draft_vocabulary, memory, sharded
 from draftsmith.train.dry_run import Plan, target_shape
 from draftsmith.train.launch import console
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_soft_loss, shifted_labels, teach
+from draftsmith.train.losses import HEAD_DECAY, BesideTarget, labels_of, linear_soft_loss, shifted_labels, teach
 from draftsmith.train.replay import Replay
 from draftsmith.train.run import Run, beginning
 from draftsmith.train.samples import Batch
@@ -55,7 +55,7 @@ from draftsmith.train.sections.eagle import DEPTH, EagleRecipe, EagleSection
 CE_WEIGHT = 0.1  # of EAGLE-1's cross-entropy beside its regression (arXiv 2401.15077 §3.2)
 
 
-class EagleTraining(nn.Module):
+class EagleTraining(BesideTarget):
     """A frozen target and the drafter that trains on its features. ``seed``: of the noise, and of what is dropped."""
 
     def __init__(self, target: Target, eagle: Eagle, recipe: EagleRecipe) -> None:
@@ -68,12 +68,6 @@ class EagleTraining(nn.Module):
         embeddings = ("eagle.embed_tokens",) if eagle.config.own_embeddings else ()
         self.output_layers = ("eagle.lm_head", *embeddings)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
-
-    def train(self, mode: bool = True) -> "EagleTraining":
-        """Only the drafter enters train mode; the target stays in eval."""
-        super().train(mode)
-        self.model.eval()
-        return self
 
     def labels(self, batch: Batch) -> Tensor:
         """``[K, B, T]`` bool: step i of index t has a label, x_{t+i+2}, in the same sample, which is not dropped.

@@ -34,7 +34,7 @@ _FILES = (
     *("clusters.json", "clusters.png", "mask_token.json"),
 )
 # And a drafter's parts.
-_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "marks", "tensorboard", "clusters", "rollouts")
+_FOLDERS = ("features", "streams", "held_out", "draft_vocab", "marks", "tensorboard", "wandb", "clusters", "rollouts")
 
 
 @contextmanager
@@ -87,7 +87,8 @@ def _check(folder: Path, kind: str) -> None:
 
 def check_data(recipe: Recipe) -> None:
     """Check that the data files and the chat template that a recipe names exist. No data is read."""
-    for source in (*recipe.data.train, *recipe.data.validation):
+    corpus = getattr(getattr(recipe, "drafter", None), "corpus", None) or []  # not every recipe has one
+    for source in (*recipe.data.train, *recipe.data.validation, *corpus):
         if source.is_file and not Path(source.source).is_file() and not glob.glob(source.source):
             raise FileNotFoundError(f"data source '{source.source}': there is no such file")
     read_template(recipe.data.template)
@@ -162,7 +163,7 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
     elif not there:  # what a run that ended before its first checkpoint has left: lines of steps that count no longer
         for name in ("metrics.jsonl", "training.html", "wandb_id"):
             (folder / name).unlink(missing_ok=True)
-        for name in ("streams", "tensorboard"):
+        for name in ("streams", "tensorboard", "wandb"):
             shutil.rmtree(folder / name, ignore_errors=True)
     return bool(there) and not restart
 

@@ -32,12 +32,12 @@ from draftsmith.models.files.locate import ModelFolder, locate
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
 from draftsmith.train.dry_run import Plan
 from draftsmith.train.launch import console
-from draftsmith.train.lm_model import Packed, check_beginning, config_of, load_weights, parameters_of
+from draftsmith.train.lm_model import check_beginning, config_of, load_weights, parameters_of
 from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.memory import language_model, widths
 from draftsmith.train.run import Run
-from draftsmith.train.samples import Batch, in_turn
+from draftsmith.train.samples import Batch, Stored, in_turn
 from draftsmith.train.script import Script, run_script
 from draftsmith.train.sections.lm import LmRecipe, Lookahead
 from draftsmith.train.unlikelihood import continuations
@@ -172,7 +172,7 @@ def train(run: Run[LmRecipe]) -> None:
     run.held_out = {"tokens": validation, "supervised": torch.ones_like(validation, dtype=torch.bool)}
     measure = partial(evaluate, run)
     # All stages now: too little text for the last one's rows should not be found out after the first ones.
-    rows = [[*map(Packed, packed(recipe.data.train, corpora, stage.max_length))] for stage in recipe.stages]
+    rows = [[Stored(tokens=t) for t in packed(recipe.data.train, corpora, stage.max_length)] for stage in recipe.stages]
     for stage, parts in zip(recipe.stages, rows, strict=True):
         written = continuations(run, stage.name, stage.unlikelihood, model, tokenizer)
         module.unlikelihood = stage.unlikelihood.weight if stage.unlikelihood else 1.0

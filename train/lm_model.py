@@ -1,30 +1,13 @@
-"""The model that train/lm.py trains: its section in a recipe, its architecture and rows, a stored one to begin with."""
-
-from collections.abc import Sequence
+"""The model that train/lm.py trains: its section in a recipe, its architecture, a stored one to begin with."""
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.bpe import check_ends
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.target import load_target
 from draftsmith.models.tokenizer import load_tokenizer
-from draftsmith.train.samples import Batch
 from draftsmith.train.sections.lm import Model
-
-
-class Packed:
-    """Rows of one source: documents that follow each other, ``[S, T]`` int32."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows, self.length = rows, rows.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
-        return {"tokens": self.rows[list(numbers)]}
 
 
 def load_weights(model: LlamaForCausalLM, start: ModelFolder) -> None:

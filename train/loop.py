@@ -127,6 +127,8 @@ def fit(
     sampler = Sampler(rows, weights or [s.weight for s in sources], recipe.run.seed, names)
     visits = {"visit": torch.arange(before, before + stage.samples)}
     run.depends_on |= {"run.seed": str(recipe.run.seed), "batch.sequences": str(stage.batch.sequences)}
+    run.depends_on |= {"optim.name": stage.optim.name, "optim.eight_bit": str(stage.optim.eight_bit)}
+    run.depends_on["evaluate.sequences"] = str(recipe.evaluate.sequences)
     samples = sampler.stage(stage.samples, before, visits | dict(beside or {}))
     optimize(run, module, samples, stage, evaluate, best_on)
     labels = samples.labels((run.step - run.first) * stage.batch.sequences)  # its seconds may have ended it
@@ -365,8 +367,13 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
             f"{last}: it was written at step {state['stage_step']} of stage '{name}', which begins elsewhere now: "
             "the steps of a stage before it have changed; set them back, or --restart"
         )
-    checkpoint.restore(last, module, None if sharded.strategy() == "zero2" else optimizer)
-    run.best, run.step, run.resumed = state["best"], state["step"], True
+    was = state.get("depends_on", {})  # older ones have none
+    changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
+    another = sharded.strategy() == "zero2" or changed.keys() & {"optim.name", "optim.eight_bit"}
+    checkpoint.restore(last, module, None if another else optimizer)
+    # Metrics of other rows do not compare.
+    run.best = -math.inf if "evaluate.sequences" in changed else state["best"]
+    run.step, run.resumed = state["step"], True
     run.best_step = state.get("best_step", 0)  # older ones have none
     run.seconds = state.get("seconds", math.nan)  # older ones have none
     run.used = state.get("used", 0.0)
@@ -374,13 +381,11 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
         checkpoint.restore_best(last, run.checkpoints / "best" / name)
         _forget_after(run.folder / "metrics.jsonl", run.step, name)
         console.print(f"resuming {name} at step {step} of {stage.num_steps}")
-        was = state.get("depends_on", {})  # older ones have none
-        changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
         if changed:
             shown = (f"{what} ({was[what]}, now {now})" if 0 < len(now) < 32 else what for what, now in changed.items())
             console.print(
-                f"  since the checkpoint has changed: {', '.join(shown)}; the steps from here on are not those "
-                "of a run without a stop",
+                f"  since the checkpoint has changed: {', '.join(shown)}; the steps from here on, or their best, are "
+                "not those of a run without a stop",
                 style="yellow",
             )
         rate = learning_rate(stage, step, run.used / stage.seconds if stage.seconds else 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.kernels.soft_loss import Teacher, soft_loss
@@ -16,6 +16,18 @@ from draftsmith.models.vocabulary import to_draft_ids
 
 HEAD_DECAY = 0.8  # weight of Medusa head k in the loss: 0.8^k (arXiv 2401.10774 §2.2.1)
 LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at one time; on a CPU, what malloc keeps and re-uses
+
+
+class BesideTarget(nn.Module):
+    """What trains beside a frozen target, its ``model``."""
+
+    model: nn.Module
+
+    def train(self, mode: bool = True) -> "BesideTarget":
+        """The target stays in eval mode, without the dropout that some families have."""
+        super().train(mode)
+        self.model.eval()
+        return self
 
 
 def shifted_labels(tokens: Tensor, supervised: Tensor, shift: int, segment: Tensor | None = None) -> Tensor:

@@ -49,7 +49,7 @@ from draftsmith.train.joint import (
     guarded,
 )
 from draftsmith.train.loop import fit
-from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
+from draftsmith.train.losses import HEAD_DECAY, BesideTarget, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
@@ -58,7 +58,7 @@ from draftsmith.train.sections.medusa import MedusaRecipe, MedusaStage
 FACTS = ("simulated_tau", "kl", "perplexity", "original_perplexity", "perplexity_ratio")  # for provenance.json
 
 
-class Medusa1(nn.Module):
+class Medusa1(BesideTarget):
     """A frozen target and the heads that train on its last hidden state."""
 
     def __init__(self, target: Target, heads: MedusaHeads) -> None:
@@ -66,12 +66,6 @@ class Medusa1(nn.Module):
         self.target, self.heads = target, heads
         self.output_layers = ("heads.projection",)  # not for Muon
         self.model = target.model  # registered, frozen: moves with the module, is in no optimizer
-
-    def train(self, mode: bool = True) -> "Medusa1":
-        """Only the heads enter train mode; the target stays in eval, without the dropout that some families have."""
-        super().train(mode)
-        self.model.eval()
-        return self
 
     def labels(self, batch: Batch) -> Tensor:
         """Per head ``[K, B, T]``: head k reads position t and predicts x_{t+k+1}. With a draft vocabulary a label is

@@ -81,7 +81,7 @@ def check_init_from(recipe: DrafterRecipe, kind: str) -> ModelFolder:
     return drafter
 
 
-def _digest(weights: Iterable[Tensor]) -> bytes:
+def digest_of(weights: Iterable[Tensor]) -> bytes:
     """A hash of all bytes of some weights."""
     digest = hashlib.blake2b()
     for weight in weights:
@@ -207,15 +207,7 @@ class Run(Generic[R]):
             target: Target = load_served(t, str(self.accelerator.device))
         else:
             with sharded.placing(self.accelerator, t.dtype) as loader:
-                target = load_target(
-                    t.name,
-                    revision=t.revision,
-                    dtype=t.dtype,
-                    device=str(self.accelerator.device),
-                    quantize=t.quantize,
-                    trust_remote_code=t.trust_remote_code,
-                    loader=loader,
-                )
+                target = load_target(t.name, **t.options, device=str(self.accelerator.device), loader=loader)
         self.save_recipe()
         self.fingerprint, self.tokenizer = target.fingerprint, target.tokenizer
         self.older_fingerprint = target.older_fingerprint
@@ -346,7 +338,7 @@ class Run(Generic[R]):
         """Ranks ``[S, T, …]`` of the held-out rows, from a function that gives those of a batch (:func:`in_batches`).
         The processes share the work; each gets all ranks. ``module``: while what trains of it is the same as the last
         time, so are the ranks."""
-        weights = module and _digest(p for p in module.parameters() if p.requires_grad)
+        weights = module and digest_of(p for p in module.parameters() if p.requires_grad)
         if weights and weights == self._ranked[0]:
             return self._ranked[1]
         found = in_batches(ranks_of, self.held_out["tokens"], self.held_out["supervised"], *self._share)

@@ -47,6 +47,19 @@ class Batches(Protocol):
         ...
 
 
+class Stored:
+    """Rows of one source as tensors ``[S, T, …]``, by name."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors, self.length = tensors, next(iter(tensors.values())).shape[1]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
+        return {name: part[list(numbers)] for name, part in self.tensors.items()}
+
+
 class WithHidden:
     """Rows with the target's features ``[S, T, F]`` beside them, as ``hidden`` of a batch: its last hidden states, then
     the inputs of captured layers, if there are any."""

@@ -74,6 +74,11 @@ class ServedTarget(Target):
         super().__init__(*facts, older_fingerprint=ends.older_fingerprint)
 
     @property
+    def context(self) -> int:
+        """One position less, since a server writes a token behind a sample."""
+        return super().context - 1
+
+    @property
     def config(self) -> Any:  # type: ignore[override]
         return self._config.get_text_config()
 

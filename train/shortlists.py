@@ -36,7 +36,7 @@ from draftsmith.train import checkpoint
 from draftsmith.train.clusters import Clusters, report, spherical_kmeans
 from draftsmith.train.launch import console
 from draftsmith.train.run import Run
-from draftsmith.train.samples import Batch
+from draftsmith.train.samples import Stored
 
 BLOCK = 64  # positions of a training sequence
 READS = 4096  # positions whose drafts give the second moment of what the LM head reads
@@ -270,20 +270,13 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     return Recorded(**tensors, outputs=outputs)
 
 
-class Blocks:
+class Blocks(Stored):
     """Recorded positions as training sequences of :data:`BLOCK`; the last ones, which fill none, are left out."""
 
-    length = BLOCK
-
     def __init__(self, recorded: Recorded) -> None:
-        self.recorded = recorded
-
-    def __len__(self) -> int:
-        return len(self.recorded.tokens) // BLOCK
-
-    def batch(self, numbers: Sequence[int], length: int | None = None) -> Batch:
-        at = torch.tensor(numbers)[:, None] * BLOCK + torch.arange(BLOCK)
-        return {name: part[at] for name, part in self.recorded.tensors().items() if name != "begins"}
+        count = len(recorded.tokens) // BLOCK
+        parts = {name: part[: count * BLOCK] for name, part in recorded.tensors().items() if name != "begins"}
+        super().__init__(**{name: part.unflatten(0, (count, BLOCK)) for name, part in parts.items()})
 
 
 def head_seconds(head: ShortlistHead, drafts: Drafts, target: Target) -> list[float]:

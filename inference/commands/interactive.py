@@ -4,21 +4,21 @@ import contextlib
 import itertools
 import json
 import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.cells import cell_len
 
+from draftsmith.common.command import interruptible
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.formats import Message
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.commands.terminal import console, end_text, legend, separate_text, shows_colours, write_text
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.engine.text import TextStream, visible
+from draftsmith.models.target import Target
 
 # Prompt → the arguments of SpeculativeDecoder.generate beside it; with numbers of samples, those of so many texts.
 Options = Callable[..., dict[str, Any]]
@@ -28,32 +28,11 @@ _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops 
 _HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
 
 
-@contextlib.contextmanager
-def _first_interrupt() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only makes the yielded function return True; a second one interrupts at once."""
-    pressed = False
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Answer:
+class Answer:
     """An answer that is written to stdout as it grows, without its stop token's text or stop string."""
 
-    def __init__(self, decoder: SpeculativeDecoder, options: dict[str, Any]) -> None:
-        target = decoder.target
-        self.text = TextStream(target.tokenizer, options.get("stop_strings", ()), target.stop_ids)
+    def __init__(self, target: Target, stop_strings: Sequence[str] = ()) -> None:
+        self.text = TextStream(target.tokenizer, stop_strings, target.stop_ids)
         self.shown, self.last = 0, ""
 
     def _write(self, piece: str, drafted: int) -> None:
@@ -88,7 +67,7 @@ def answer(
         if number > 1:
             separate_text()
         console.print(f"sample {number}, seed {seed}, ended by {result.finish_reason}", style="dim", markup=False)
-        text = _Answer(decoder, given)
+        text = Answer(decoder.target, given.get("stop_strings", ()))
         text.show(result)
         text.end()
         print_logprobs(decoder.target.tokenizer, result)
@@ -102,16 +81,11 @@ def stream(
     """Decode one prompt by ``SpeculativeDecoder.generate``; write its text to stdout as it comes, without its stop
     token's or stop string, and a line of statistics to stderr. ``stopped`` is asked after each step; the answer ends
     there once it returns True. Returns the result, and the seconds it took."""
-    text = _Answer(decoder, options)
-
-    def show(_: int, result: Generation) -> None:
-        text.show(result)
-
-    def goes_on(*_: object) -> bool:
-        return not (stopped and stopped())
-
+    text = Answer(decoder.target, options.get("stop_strings", ()))
     began = time.perf_counter()
-    (result,) = decoder.generate([prompt], on_tokens=goes_on, on_step=show, **options)
+    (result,) = decoder.generate(
+        [prompt], on_tokens=lambda *_: not (stopped and stopped()), on_step=lambda _, new: text.show(new), **options
+    )
     seconds = time.perf_counter() - began
     text.end()
     print_logprobs(decoder.target.tokenizer, result)
@@ -271,7 +245,7 @@ def interact(
         if answers:
             separate_text()
         answers += 1
-        with _first_interrupt() as stopped:
+        with interruptible(saves=False) as stopped:
             result, _ = stream(decoder, prompt, options(prompt), stopped)
         if is_chat:
             chat = [*messages, {"role": "assistant", "content": result.text}]

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,8 @@ def read_biases(given: Sequence[str]) -> dict[int | str, float]:
     return found
 
 
-def biases_by_id(biases: Mapping[int | str, float], tokenizer: Any) -> dict[int, float]:
-    """The same with token ids alone. Raises ValueError: a text is not one token."""
+def biases_by_id(biases: Mapping[int | str, float], tokenizer: Any, vocab_size: int) -> dict[int, float]:
+    """The same with token ids alone. Raises ValueError: a text is not one token, or a token is not the target's."""
     found: dict[int, float] = {}
     for key, value in biases.items():
         if isinstance(key, str) and tokenizer is None:
@@ -106,5 +108,26 @@ def biases_by_id(biases: Mapping[int | str, float], tokenizer: Any) -> dict[int,
         ids = [key] if isinstance(key, int) else tokenizer(key, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
             raise ValueError(f"--logit-bias {json.dumps(key)}: the text is {len(ids)} tokens {ids}; give their ids")
+        if not 0 <= ids[0] < vocab_size:
+            raise ValueError(f"--logit-bias {ids[0]}: the target's vocabulary has {vocab_size:,} tokens, from 0")
         found[ids[0]] = value
     return found
+
+
+def read_standard_input(args: argparse.Namespace) -> None:
+    """Put what standard input has, without a last line end, in place of the ``-`` of --prompt or --system.
+    Raises ValueError: it is closed, empty or not UTF-8 text; or an argument is not."""
+    for name in ("prompt", "system"):
+        text = getattr(args, name)
+        try:
+            if text == "-":
+                if sys.stdin is None:
+                    raise ValueError(f"--{name} - reads standard input, which is closed; give the text")
+                text = re.sub("\r?\n\\Z", "", sys.stdin.buffer.read().decode())
+                if not text:
+                    raise ValueError(f"--{name} -: standard input is empty")
+                setattr(args, name, text)
+            elif text:
+                text.encode()
+        except UnicodeError:
+            raise ValueError(f"--{name}: not UTF-8 text") from None

@@ -43,8 +43,11 @@ class Prompt:
         except UnusableRow as error:
             raise ValueError(f"{self.where}: target '{target.name}': {error}; {_PLAIN}") from None
         if not 0 < len(ids) < target.context:
+            what = "this prompt"
+            if isinstance(self.content, list) and any(turn["role"] == "assistant" for turn in self.content):
+                what += ", with the answers in it,"
             raise ValueError(
-                f"{self.where}: this prompt has {len(ids)} tokens; give it at least one, and at most "
+                f"{self.where}: {what} has {len(ids)} tokens; give it at least one, and at most "
                 f"{target.context - 1}: the target's context of {target.context} holds prompt and answer"
             )
         return ids
@@ -107,7 +110,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             content = content[:-1]
         if not content:
             raise ValueError(f"{where}: no message but one of the assistant; the user has to ask something")
-        kind, question = row.get("kind", row.get("category")), row.get("question_id")
+        kind, question = row.get("kind") or row.get("category"), row.get("question_id")
         kind = kind if isinstance(kind, str) and kind else None
         question = question if isinstance(question, str | int) else None
         prompts.append(Prompt(content, where, kind, later, question, tuple(tools)))

@@ -401,10 +401,7 @@ def open_drafter(
     given = read_dynamic(tree) or read_tree(tree)
     outputs = fewest_outputs(eagle, None if shortlist is None else shortlist.config)
     if isinstance(given, DynamicShape):
-        try:
-            given.check_outputs(outputs)
-        except ValueError as error:
-            raise ValueError(f"{tree}: {error}") from None
+        given.check_outputs(outputs, f"{tree}: ")
     elif not given.paths:
         raise ValueError(f"{tree}: the tree holds the root alone; an EAGLE drafter needs at least one path")
     elif given.max_rank >= outputs:

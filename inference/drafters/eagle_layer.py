@@ -202,31 +202,16 @@ class EagleLayer:
             if self.native is not None:
                 normed, _ = self.native.run(x, *where, views, {"": self.table}, tree_keys, inputs=inputs)
             else:
-                normed = self._run_fused(cast(Sequence[FusedBuffers], buffers), x, inputs, where, views, tree_keys)
+                normed, norms = torch.empty_like(x), [layer.before_attention for layer in self.layers[1:]]
+                norms.append(self.norm or self.layers[-1].before_mlp)
+                parts = zip(self.layers, cast(Sequence[FusedBuffers], buffers), views, norms, strict=True)
+                for layer, own, view, norm in parts:
+                    given = x, inputs, normed, self.table, *where, view, tree_keys, weight_and_eps(norm)
+                    ends_normed = layer is self.layers[-1] and self.norm is not None
+                    inputs = normed if run_fused_layer(layer, own, *given, ends_normed) else None
             normed = x if self.norm is None else normed
         normed = normed.view(rows, count, -1)
         return normed if self.eagle.config.norm_output else x.view(rows, count, -1), normed
-
-    def _run_fused(
-        self,
-        buffers: Sequence[FusedBuffers],
-        x: Tensor,
-        inputs: Tensor | None,
-        where: tuple[Tensor, Tensor],
-        views: Sequence[tuple[Tensor, Tensor, Tensor]],
-        tree_keys: TreeKeys,
-    ) -> Tensor:
-        """Run the layers by kernels on ``x`` in place; returns its norm after them, if there is one."""
-        normed = torch.empty_like(x)
-        for number, (layer, own, view) in enumerate(zip(self.layers, buffers, views, strict=True)):
-            last = layer is self.layers[-1]
-            after = weight_and_eps(
-                (self.norm or layer.before_mlp) if last else self.layers[number + 1].before_attention
-            )
-            ends = last and self.norm is not None
-            done = run_fused_layer(layer, own, x, inputs, normed, self.table, *where, view, tree_keys, after, ends)
-            inputs = normed if done else None
-        return normed
 
     def _fused_input(
         self, level: LevelPass, tokens: Tensor, hidden: Tensor, lengths: Tensor

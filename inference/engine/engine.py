@@ -25,7 +25,7 @@ from draftsmith.kernels.linear import MOST_ON_CPU
 from draftsmith.models.lean import LeanDecoder
 from draftsmith.models.target import Target
 
-CACHE_GRANULE = 256  # slots; the cache of static steps is a multiple of it
+CACHE_GRANULE = 256  # slots; the cache is a multiple of it
 
 
 class SpeculativeDecoder:
@@ -90,10 +90,9 @@ class SpeculativeDecoder:
         return isinstance(lean, LeanDecoder) and not lean.rows_differ and few
 
     def capacity(self, max_length: int) -> int:
-        """Slots of a row of the cache for texts of up to ``max_length`` tokens, rounded up for static steps, so that a
-        later call can reuse captured graphs."""
-        granule = CACHE_GRANULE if self.static else 1
-        return -(-capacity_for(max_length, self.drafter) // granule) * granule
+        """Slots of a row of the cache for texts of up to ``max_length`` tokens, rounded up, so that a later call can
+        reuse captured graphs, and what steps have learned of their costs."""
+        return -(-capacity_for(max_length, self.drafter) // CACHE_GRANULE) * CACHE_GRANULE
 
     def generate(
         self,
@@ -187,7 +186,7 @@ class SpeculativeDecoder:
             raise ValueError(f"batch_size {batch_size}: must be at least 1")
         if max_length is not None and not (is_whole(max_length) and max_length >= 0):
             raise ValueError(f"max_length {max_length!r}: must be a whole number of at least 0")
-        batch_size = int(batch_size)
+        batch_size = most = int(batch_size)
         if max_length is None:
             requests = list(requests)
             batch_size = min(batch_size, len(requests))
@@ -197,7 +196,7 @@ class SpeculativeDecoder:
         capacity = self.capacity(max_length)
         models = [self.target, *self.drafter.models]
         with torch.inference_mode(), engine_attention(models), on_device(self.target.device):
-            step = self._make_step(mode, batch_size, capacity)
+            step = self._make_step(mode, batch_size, capacity, most)
             refill = max(1, batch_size // 16) if refill is None else refill
             queue = Queue(step, iter(requests), max_length, on_tokens, on_step, on_end, refill)
             launched: deque[tuple[ReadCommitted, list[Text | None], int]] = deque()
@@ -217,14 +216,16 @@ class SpeculativeDecoder:
                 raise
         return queue.results
 
-    def _make_step(self, mode: Mode, rows: int, capacity: int) -> Step:
-        """The previous call's step if it can be reused, else a new one."""
+    def _make_step(self, mode: Mode, rows: int, capacity: int, most: int) -> Step:
+        """The previous call's step if it can be reused, also with more rows than are needed, up to ``most``; else a new
+        one."""
         step = self._step
         if step is not None:  # its modules, weights or drafter may have been replaced
             lean_changed = step.runner.lean_or_reason != find_lean(self.target, self.lean)
             if lean_changed or not step.owns_drafter:
                 step = self._step = None
-        if step is None or (step.mode, step.rows, step.static) != (mode, rows, self.static) or step.capacity < capacity:
+        fits = step is not None and rows <= step.rows <= most and step.capacity >= capacity
+        if step is None or not fits or (step.mode, step.static) != (mode, self.static):
             if step is not None:
                 self._step = step = None
                 gc.collect()  # a cache and its layers refer to each other; this frees its memory

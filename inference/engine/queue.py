@@ -146,25 +146,22 @@ class Queue:
         prefill, prefixes = self.step.prefill, self.step.prefill.prefixes
         row = int(free[prefixes.held[free].argmin()])
         prompt = Prompt(row, request.prompt, request.sampling)
+        likely = request.logprobs, request.prompt_logprobs, request.logprobs_mode  # before anything of it is run
         reuses = self.step.drafter.reuses and request.prompt_logprobs is None
         if reuses and len(request.prompt) >= REUSED_LEAST:
             common, shared = prefixes.shared(request.prompt, prefill.alone)
             best, of_free = int(shared.argmax()), int(free[shared[free].argmax()])
             if shared[of_free] >= max(REUSED_LEAST, shared[best] - REUSED_LEAST):
                 prompt.row = of_free
-                self._ask_logprobs(of_free, request)
+                self.step.logprobs.begin(of_free, *likely)
                 token = prefill.reuse(prompt, of_free, int(shared[of_free]), int(common[of_free]))
                 self.begun += [] if token is None else [(prompt, token)]
                 return prompt
             if shared[best] >= REUSED_LEAST:
                 prompt.source, prompt.shared, prompt.common = best, int(shared[best]), int(common[best])
-        self._ask_logprobs(row, request)
+        self.step.logprobs.begin(row, *likely)
         prefixes.begin(row, request.prompt)
         return prompt
-
-    def _ask_logprobs(self, row: int, request: Request) -> None:
-        """Before anything of the prompt is run: the log-probabilities that a request wants of its row."""
-        self.step.logprobs.begin(row, request.logprobs, request.prompt_logprobs, request.logprobs_mode)
 
     def _copy_prefixes(self) -> None:
         """Copy the first tokens of prompts from the rows that hold them by now."""

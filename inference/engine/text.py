@@ -148,9 +148,6 @@ class TextStream:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these further tokens settle; empty if none."""
-        return self._cut(self._settled(tokens))
-
-    def _settled(self, tokens: Sequence[int]) -> str:
         for token in tokens:
             kind = self._kind(token)
             if kind != "none":  # special tokens leave no trace, also not between the bytes of a run
@@ -165,7 +162,7 @@ class TextStream:
             held = len(text) - self._returned
             self._window = self._window[-_KEPT:]
             self._returned = len(decode_text(self._tokenizer, self._window)) - held
-        return new
+        return self._cut(new)
 
     def end(self) -> str:
         """The rest, which was held back: the answer has no more tokens."""

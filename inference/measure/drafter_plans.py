@@ -43,6 +43,7 @@ TIMED = (1, 2, 4, 8)  # drafted tokens of steps that are timed; between them tim
 ROUNDS = 3
 REPEATS, MOST_REPEATS, SECONDS = 2, 20, 0.05  # steps of a round, at least, and until a limit of time
 ALL = tuple(range(1, MOST + 1))
+PLAIN = {"speedup": 1.0, "tokens": 1.0, "verify": 1.0, "draft": 0.0, "select": 0.0, "least_alpha": None}
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ class StepTimes:
         drafters = [[each.make(n) for n in numbers] for each, numbers in zip(chosen, points, strict=True)]
         nodes = {1, *(drafter.num_nodes for each in drafters for drafter in each)}
         timed: list[Callable[[], float]] = [partial(self._verification, size) for size in nodes]
-        timed += [partial(self._drafted, drafter) for each in drafters for drafter in each]
+        shape = self.rows, self.cached, self.lean
+        timed += [partial(drafted_step_seconds, self.target, own, *shape) for each in drafters for own in each]
         shortest_of = np.min([[one() for one in timed] for _ in range(ROUNDS)], axis=0).tolist()
         by_nodes, steps = dict(zip(nodes, shortest_of, strict=False)), iter(shortest_of[len(nodes) :])
         self.plain, self.drafted = min(by_nodes.values()), list[Drafted]()
@@ -228,9 +230,6 @@ class StepTimes:
 
     def _verification(self, nodes: int) -> float:
         return shortest(chain_step(self.target, self.lean, self.rows, self.cached, nodes), self.cached)
-
-    def _drafted(self, drafter: Drafter) -> float:
-        return drafted_step_seconds(self.target, drafter, self.rows, self.cached, self.lean)
 
 
 def _between(points: Sequence[int], step: Any, verify: Any, drafts: int) -> tuple[float, float]:
@@ -261,12 +260,6 @@ def predicted(
         alpha = [round(alpha, 4) for alpha in own.alpha[:drafts]]
         found.append({"drafter": each.option(drafts), **rounded, "alpha": alpha, "seconds": round(step, 6)})
     return found
-
-
-def plain_decoding(plain: float) -> dict[str, Any]:
-    """It as one of the choices."""
-    figures = {"speedup": 1.0, "tokens": 1.0, "verify": 1.0, "draft": 0.0, "select": 0.0, "least_alpha": None}
-    return {"drafter": "none", **figures, "alpha": [], "seconds": round(plain, 6)}
 
 
 def plan_drafters(
@@ -307,8 +300,9 @@ def plan_drafters(
                     for each, of, seconds in zip(own, found, times.drafted, strict=True)
                 ]
                 best = [max(each, key=lambda option: option["speedup"]) for each in options]
-                best = sorted([*best, plain_decoding(times.plain)], key=lambda option: -option["speedup"])
-                cell = {"batch": rows, "context": context, **best[0], "second": best[1] if len(best) > 1 else None}
+                best.append({"drafter": "none", **PLAIN, "alpha": [], "seconds": round(times.plain, 6)})
+                best.sort(key=lambda option: -option["speedup"])
+                cell = {"batch": rows, "context": context, **best[0], "second": best[1]}
                 cells.append(cell | {"options": [*itertools.chain(*options)]})
                 advance(next(done))
     cells.sort(key=lambda cell: (batches.index(cell["batch"]), contexts.index(cell["context"])))

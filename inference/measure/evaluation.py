@@ -19,7 +19,7 @@ from draftsmith.inference.engine.logprobs import LogprobsMode
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import capacity_for
 from draftsmith.inference.measure import report as reporting
-from draftsmith.inference.measure.lossless import check_distribution, check_texts
+from draftsmith.inference.measure.lossless import DISTRIBUTION_ROWS, check_distribution, check_texts
 from draftsmith.inference.measure.paired import paired_fields
 from draftsmith.inference.measure.timing import (
     Method,
@@ -172,9 +172,9 @@ class _Evaluation:
         wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
         self.decoders = [SpeculativeDecoder(target, drafter, lean=self.lean) for drafter in self.drafters.values()]
         self.plain = SpeculativeDecoder(target, lean=self.lean)
-        methods: dict[str, Method] = {}
-        for name, decoder in zip(self.names, self.decoders, strict=True):
-            methods[name] = partial(self.decode, decoder)
+        methods: dict[str, Method] = {
+            n: partial(self.decode, d) for n, d in zip(self.names, self.decoders, strict=True)
+        }
         if "engine" in wanted:
             methods["engine"] = partial(self.decode, self.plain)
         theirs = generate_options(self.mode, self.sampling) if {*wanted} - {"engine"} else {}
@@ -241,7 +241,7 @@ class _Evaluation:
             if untimed:
                 timed[name].outputs.update(self._decode_untimed(name, decoder, untimed, one_by_one))
                 self.bitwise[name] &= decoder.bitwise
-                if decoder.prunes_nodes and decoder.rows != min(self.batch_size, len(untimed)):
+                if decoder.prunes_nodes and decoder.rows > self.batch_size:
                     self.with_steps[name] = self.timed_prompts
         if without_reference:
             self.reference.update(self._decode_untimed("the target alone", self.plain, without_reference, one_by_one))
@@ -324,7 +324,9 @@ class _Evaluation:
         console.print(f"checking {name} against plain decoding …", markup=False)
         with ProgressBar("checking", len(prompts), console, transient=True) as advance:
             if self.mode == "mss":
-                lossless = check_distribution(self.decoders[number], prompts, sampling, on_prompt=advance)
+                decoder = self.decoders[number]
+                rows = min(DISTRIBUTION_ROWS, rows_untimed(decoder, prompts, 3, 1))
+                lossless = check_distribution(decoder, prompts, sampling, rows, advance)
             else:
                 plain_texts = [self.reference[n].tokens for n in range(len(prompts))]
                 ours = [result.tokens for result in self.results(name)]

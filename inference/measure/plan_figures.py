@@ -41,8 +41,6 @@ def print_drafter_plan(facts: dict[str, Any]) -> None:
     table.add_column("drafter", overflow="fold")
     for cell in facts["cells"]:
         for own in (cell, cell["second"]):
-            if own is None:
-                continue
             key = (str(cell["batch"]), str(cell["context"])) if own is cell else ("", "second")
             figures = ["–"] * 6
             if own["alpha"]:

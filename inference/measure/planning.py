@@ -268,10 +268,10 @@ def planned_drafter(
         context = min(round(cached), longest_context(target, new_tokens))
         entries = [each for each in (64, 128, 256) if each < context]
         if not entries:
-            raise ValueError(
-                f"--plan auto: prompts of {cached:.0f} tokens are shorter than the least cache that is tried, "
-                "64 entries; give a DRAFTER, or longer prompts"
-            )
+            short = context < round(cached)  # because of the target
+            what = f"the target's {target.context} positions leave" if short else f"prompts of {cached:.0f} tokens have"
+            advice = "give a DRAFTER" if short else "give a DRAFTER, or longer prompts"
+            raise ValueError(f"--plan auto: {what} no room for the least cache that is tried, 64 entries; {advice}")
         settings = [*itertools.product(possible_selectors(target), entries)]
         cells = make_plan(target, [context], [batch], settings, prompts, 4, new_tokens, lean)["cells"]
     else:

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from draftsmith.common.command import counted
 from draftsmith.common.files import replacing, write_json
-from draftsmith.inference.commands.terminal import end_text, legend, separate_text, shows_colours, write_text
+from draftsmith.inference.commands.interactive import Answer
+from draftsmith.inference.commands.terminal import legend, separate_text, shows_colours
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation
-from draftsmith.inference.engine.text import TextStream, answer_tokens, decode_text, visible
+from draftsmith.inference.engine.text import decode_text, visible
 from draftsmith.inference.measure.paired import MIN_PAIRS
 from draftsmith.models.target import Target
 
@@ -32,6 +33,7 @@ REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its cou
 BAND = 64  # tokens of an answer, for which ``by_position`` gives τ
 CUT_LENGTHS = 7  # draft lengths at which drafts could end, for which τ is given
 SHOWN_DEPTHS = 6  # of the acceptance of each kind of text, in the table
+PLACES = {"ylim": (0, 100), "xlabel": "drafted position", "ylabel": "% of steps that accept it"}  # an axis of plots
 LONGEST_PERIOD, PERIODS, LOOP_TOKENS = 64, 3, 32  # of a loop: at most; at least; at least
 
 
@@ -308,14 +310,6 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
             console.print(f"  {_coverage_line(**report['ssm'])}", markup=False, soft_wrap=True)
 
 
-def pieces(tokenizer: Any, tokens: Sequence[int], drafted_by: Sequence[int]) -> list[tuple[str, int]]:
-    """The text of an answer in pieces, each with the ``drafted_by`` of its last token. Joined they are
-    :func:`draftsmith.inference.engine.text.decode_text` of its tokens."""
-    stream = TextStream(tokenizer)
-    texts = [(stream.add([token]), bits) for token, bits in zip(tokens, drafted_by, strict=True)]
-    return [(text, bits) for text, bits in [*texts, (stream.end(), 0)] if text]
-
-
 def print_texts(
     target: Target,
     prompts: Sequence[list[int]],
@@ -329,15 +323,11 @@ def print_texts(
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
         if number > 1:
             separate_text()
-        console.print(
-            f"prompt {number}" + (f": {legend(drafter, sources)}" if shows_colours() else ""), highlight=False
-        )
+        console.print(f"prompt {number}" + (f": {legend(drafter, sources)}" if shows_colours() else ""))
         console.print(visible(decode_text(target.tokenizer, prompt[-48:])), style="dim", markup=False)
-        tokens = answer_tokens(result.tokens, target.stop_ids)
-        texts = pieces(target.tokenizer, tokens, result.drafted_by[: len(tokens)])
-        for text, drafted_by in texts:
-            write_text(text, drafted=drafted_by)
-        end_text(texts[-1][0] if texts else "")
+        answer = Answer(target)
+        answer.show(result)
+        answer.end()
 
 
 def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> list[Path]:
@@ -404,25 +394,18 @@ def plot(report: dict[str, Any], path: Path) -> None:
     if interval := report.get("speedup_interval"):
         labels[-1] += f"\n({interval[0]:.2f}–{interval[1]:.2f})"
     speed.bar_label(drawn, labels, padding=2)
-    speed.set_ylim(0, max(bars.values()) * 1.3)
-    speed.set_ylabel("tokens per second")
-    speed.set_title("Speed (× over plain decoding, 95 % interval)" if interval else "Speed (× over plain decoding)")
+    title = "Speed (× over plain decoding, 95 % interval)" if interval else "Speed (× over plain decoding)"
+    speed.set(ylim=(0, max(bars.values()) * 1.3), ylabel="tokens per second", title=title)
     speed.tick_params(axis="x", labelsize=9)
     histogram = {int(k): v for k, v in report["accepted_length_histogram"].items()}
     total = sum(histogram.values()) or 1
     lengths.bar(list(histogram), [100 * v / total for v in histogram.values()], color="#2f7d4f")
-    lengths.set_xticks(sorted(histogram))
-    lengths.set_xlabel("tokens committed in a step (bonus included)")
-    lengths.set_ylabel("% of steps")
     tau = report["mean_accepted_length"]
-    lengths.set_title(f"Accepted length, mean τ = {f'{tau:.2f}' if tau else '–'}")
+    lengths.set(title=f"Accepted length, mean τ = {f'{tau:.2f}' if tau else '–'}", xticks=sorted(histogram))
+    lengths.set(xlabel="tokens committed in a step (bonus included)", ylabel="% of steps")
     rates = [100 * rate for rate in report["acceptance_per_position"]]
     places.bar(range(1, len(rates) + 1), rates, color="#2f7d4f")
-    places.set_xticks(range(1, len(rates) + 1))
-    places.set_ylim(0, 100)
-    places.set_xlabel("drafted position")
-    places.set_ylabel("% of steps that accept it")
-    places.set_title("Acceptance per position")
+    places.set(title="Acceptance per position", xticks=range(1, len(rates) + 1), **PLACES)
     if kinds:
         _plot_kinds(kinds, *axes[1])
     for axis in axes.flat:
@@ -452,8 +435,7 @@ def _plot_kinds(kinds: dict[str, dict[str, Any]], lengths: Any, speeds: Any, pla
                 axis.errorbar(place, height, reach, color="#30343c", capsize=3)
 
     bars(lengths, "mean_accepted_length", 0, 0.6, "#2f7d4f", "τ")
-    lengths.set_ylabel("tokens per step")
-    lengths.set_title("τ by kind of text, 95 % interval")
+    lengths.set(ylabel="tokens per step", title="τ by kind of text, 95 % interval")
     bars(speeds, "speedup", -0.2, 0.4, "#2f7d4f", "over plain decoding")
     bars(speeds, "speedup_vs_transformers", 0.2, 0.4, "#5a8fc4", "over transformers.generate")
     speeds.axhline(1, color="#8d95a3", linewidth=1)
@@ -466,10 +448,7 @@ def _plot_kinds(kinds: dict[str, dict[str, Any]], lengths: Any, speeds: Any, pla
         rates = [100 * rate for rate in figures["acceptance_per_position"]]
         places.plot(range(1, len(rates) + 1), rates, marker="o", label=name)
         places.set_xticks(range(1, len(rates) + 1))
-    places.set_ylim(0, 100)
-    places.set_xlabel("drafted position")
-    places.set_ylabel("% of steps that accept it")
-    places.set_title("Acceptance per position by kind of text")
+    places.set(title="Acceptance per position by kind of text", **PLACES)
     places.legend(frameon=False, fontsize=9)
 
 

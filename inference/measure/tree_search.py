@@ -204,7 +204,10 @@ def simulate_dynamic(
         if nodes > 1 + top + (depth - 1) * top**2:
             break
         shape = DynamicShape(top, depth, nodes)
-        tree = IndependentTree(shape, torch.device("cpu"), confidence)
+        try:
+            tree = IndependentTree(shape, torch.device("cpu"), confidence)
+        except ValueError:  # more paths than a step can choose from: of blocks of 16, say
+            break
         committed = [
             tokens
             for (each, own), begins in zip(counted, at, strict=True)

@@ -332,11 +332,8 @@ class Levels:
             tokens.append(choice.of(best))
             if with_acceptance:
                 acceptances.append(choice.of(acceptance))
-        levels = len(tokens) - 1
-        tree = replace(
-            self.trees[levels].fill(torch.cat(tokens, 1)),
-            acceptance=torch.cat(acceptances, 1) if with_acceptance else None,
-        )
+        levels, estimated = len(tokens) - 1, torch.cat(acceptances, 1) if with_acceptance else None
+        tree = self.trees[levels].fill(torch.cat(tokens, 1), acceptance=estimated)
         if not distributions:
             return tree
         draws_valid = torch.cat(valid, 1)

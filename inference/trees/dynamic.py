@@ -70,10 +70,12 @@ class DynamicShape:
         """Children of a node of the tree, at most."""
         return min(self.top_k, self.nodes - 1)
 
-    def check_outputs(self, outputs: int) -> None:
-        """Raise a ValueError if a drafter that chooses from ``outputs`` tokens cannot propose k."""
+    def check_outputs(self, outputs: int, where: str = "") -> None:
+        """Raise a ValueError, which begins with ``where``, if a drafter that chooses from ``outputs`` tokens cannot
+        propose k."""
         if self.top_k > outputs:
-            raise ValueError(f"dynamic tree: top_k is {self.top_k}, but the drafter chooses from {outputs} tokens")
+            what = f"top_k is {self.top_k}, but the drafter chooses from {outputs} tokens"
+            raise ValueError(f"{where}dynamic tree: {what}")
 
 
 def read_dynamic(path: Path) -> DynamicShape | None:

@@ -172,7 +172,6 @@ SHAREGPT = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": 
         {"messages": [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in CHAT]},
         {"conversations": SHAREGPT},
         {"conversations": CHAT, "id": 7},
-        {"prompt": CHAT[:3], "completion": CHAT[3:]},
         {"conversations": [{"from": "gpt", "value": "cut off"}, *SHAREGPT]},
         {"messages": CHAT, "prompt": None, "completion": None, "text": None},
     ],

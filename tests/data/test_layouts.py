@@ -225,6 +225,14 @@ def test_ids_that_decoding_would_not_have_are_said(tmp_path, tokenizer):
     assert any("20 of 20 answers follow another text than their prompt when decoding" in s for s in skipped.lines())
 
 
+def test_answers_in_a_prompt_are_not_trained_on(tmp_path, tokenizer):
+    """Also where the row has token ids; they would be another model's, or examples."""
+    row = {"prompt": [USER, {**ANSWER, "content": "It is 5."}, USER], "completion": [ANSWER]}
+    said, skipped = read(tmp_path, [row], tokenizer)
+    assert said == ["It is 4.<|end|>"]
+    assert any("since they are part of a prompt" in line for line in skipped.lines())
+
+
 def test_why_the_last_answer_ended_may_be_a_text(tmp_path, tokenizer):
     rows = [{"messages": [USER, ANSWER, USER, ANSWER], "finish_reason": "length"}]
     assert read(tmp_path, rows, tokenizer)[0] == ["It is 4.<|end|>It is 4."]

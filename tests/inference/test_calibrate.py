@@ -42,6 +42,7 @@ from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import IndependentTree
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.tree import Topology, chain, read_candidates
+from draftsmith.models import export
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
@@ -351,6 +352,13 @@ def test_heads_may_have_a_dynamic_tree(calibrated, heads_folder, monkeypatch, sp
     assert [each.shape.nodes for each in found] == [8, 16, 32, 64] and all(each.speed > 0 for each in found)
     assert found[0].tau >= 1
     known = tree["calibration"]["dynamic"]
+    ranks = torch.zeros(
+        1, 3, 15, dtype=torch.int64
+    )  # a DFlash drafter's with blocks of 16: too many paths for 64 nodes
+    drafts = (ranks, torch.linspace(0, -9, 10).expand(1, 3, 15, 10).log_softmax(-1))
+    fixed = Candidate((chain(15),), 2.0, 1.5, (15,))
+    compared = simulated([drafts], fixed, step_costs(load_target("models/tiny-lm")), lambda *_: 0.1)
+    assert [each.shape.nodes for each in compared] == [8, 16, 32]
     assert [each["nodes"] for each in known] == [8, 16, 32, 64] and known[0]["speedup_over_fixed"] == speed
     assert ("dynamic" in tree) == ("confidence" in tree) == ("uses a dynamic tree, 1.10 times" in out) == taken
     for name in (str(folder), f"{folder}+ngram"):
@@ -582,6 +590,9 @@ runpy.run_path("{script}", run_name="__main__")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
 
+TO_HUB = ("--to", "hf", "--push-to-hub", "u/n")
+
+
 def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     """A tree that was calibrated on more positions is kept; and two commands do not calibrate one drafter at once."""
     folder, prompts = heads_folder
@@ -594,6 +605,10 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     code, _, err = run_main(calibrate.main, *words)
     assert code == 2 and "positions say too little; tree.json, calibrated on 10,781, is kept" in err, err
     assert json.loads((folder / "tree.json").read_text()) == tree
+    tree["calibration"]["weights_date"] = "2026-01-01T00:00:00+00:00"  # of weights that trained on since
+    (folder / "tree.json").write_text(json.dumps(tree))
+    assert "its tree is older than its weights; first: " in run_main(export.main, folder, *TO_HUB)[2]
+    assert run_main(calibrate.main, *words)[0] == 0
     (folder / "tree.json").write_text("[[0], [0, 0], [1]]")  # as published trees are: not calibrated
     assert run_main(calibrate.main, *words)[0] == 0
 

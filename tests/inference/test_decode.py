@@ -38,6 +38,7 @@ from draftsmith.inference.engine.step import Step
 from draftsmith.inference.engine.text import answer_text, decode_text
 from draftsmith.inference.load import load_drafter
 from draftsmith.inference.measure import evaluation, timing
+from draftsmith.inference.measure import report as reporting
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Verifier
 from draftsmith.kernels import cpu
@@ -222,14 +223,18 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches)
     assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
 
 
-def test_figures_outlive_an_interrupted_check(run_decode, drafter, nine, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "function"), [(evaluation, "check_texts"), (reporting, "print_texts")])
+def test_figures_outlive_what_comes_after(run_decode, drafter, nine, tmp_path, monkeypatch, module, function):
+    """An interrupted check; a pipe that was closed."""
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation, "check_texts", interrupted)
-    run_decode(f"{drafter} ngram --prompts {nine} {CHECKED} --report {tmp_path}")
+    monkeypatch.setattr(module, function, interrupted)
+    run_decode(f"{drafter} ngram --prompts {nine} {CHECKED} --report {tmp_path} --show 1")
     for report in reports_of(tmp_path, ("heads", "ngram")):
-        assert report["timed_prompts"] == 6 and report["speedup"] > 0 and report["lossless"] is None
+        assert report["timed_prompts"] == 6 and report["speedup"] > 0
+        assert (report["lossless"] is None) == (module is evaluation)
 
 
 def test_times_of_answers_are_those_of_the_batch_size(run_decode, drafter, nine, batches, tmp_path):
@@ -808,6 +813,7 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --logprobs 21 --live", "--logprobs 21: must be from 0 to 20"),
         ("DRAFTER --logprobs-mode raw_logprobs --live", "--logprobs-mode raw_logprobs needs --logprobs K"),
         ("DRAFTER --stop x", "--stop is for --prompt, --interactive and --live"),
+        ("DRAFTER --live --batch-size 2", "--batch-size is for what is measured, --prompts or --report; leave it out"),
         ("DRAFTER --live --stop ''", "--stop: the text is empty"),
         ("DRAFTER --system x", "--system is for messages of --prompt and --interactive"),
         ("DRAFTER --device cudda", "device 'cudda'"),

@@ -126,7 +126,7 @@ def test_several_samples(run_decode, drafter, target, prompts, tmp_path):
         ("--logit-bias x=1", "--logit-bias x=1: must be ID=NUMBER, or"),
         ("--logit-bias 5=much", "--logit-bias 5=much: must be ID=NUMBER, or"),
         ("--logit-bias 5=101", "logit_bias {5: 101.0}: must be a token id and a number from −100 to 100"),
-        ("--logit-bias 300=1", "prompt 1: logit_bias: token 300 is not in the target's vocabulary (0 to 299)"),
+        ("--logit-bias 300=1", "--logit-bias 300: the target's vocabulary has 300 tokens, from 0"),
         ("--logit-bias '\"a b c\"=1'", '--logit-bias "a b c": the text is'),
         ("--presence-penalty 3", "presence_penalty 3.0: must be from −2 to 2 (0: off)"),
         ("--frequency-penalty 1 --baseline all --check-lossless", "transformers.generate has no presence and no"),

@@ -549,8 +549,9 @@ def test_frequencies(whole, train, target, tmp_path):
     (tmp_path / "corpus.txt").write_text("zebra quiz jazz " * 40)
     corpus = f"drafter.corpus=[{{source: '{tmp_path}/corpus.txt'}}]"
     counted = train("of-corpus", "drafter.shortlist=fr_spec", corpus)
-    said = train.refused("refused", "drafter.shortlist=vocab_trim", corpus)
-    assert "drafter.corpus: vocab_trim counts the training rows' answers" in said
+    assert "for drafter.shortlist=fr_spec alone" in train.refused("refused", "drafter.shortlist=vocab_trim", corpus)
+    said = train.refused("refused", "drafter.shortlist=fr_spec", corpus.replace("corpus.txt", "corpse.txt"))
+    assert said.endswith("corpse.txt': there is no such file\n")
     words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
     first = load_file(counted / "model.safetensors")["order"].tolist()[len(stops) :]
     assert first[: len(set(words))] == sorted(set(words), key=lambda token: (-words.count(token), token))

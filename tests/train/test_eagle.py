@@ -352,6 +352,7 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
     assert module.eagle.mask_hidden.grad.abs().min() > 0
     said = train.refused("z", *FURTHER, f"init_from={further}")
     assert said == f"error: init_from={further}: it drafts in one pass; set drafter.one_pass=true\n"
+    assert "noise is for version 1" in train.refused("z", *FURTHER, "drafter.noise=0.1")
     assert "keep_depths is for one_pass" in train.refused("z", *FURTHER, "drafter.keep_depths=0.7")
 
 

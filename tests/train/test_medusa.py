@@ -395,13 +395,13 @@ def test_another_template_or_library_is_named(train, run_main, tiny_lm, tmp_path
     """By ``--resume`` in one line, and by decoding, unless the drafter has brought its own template."""
     folder = shutil.copytree(tiny_lm, tmp_path / "target")
     options = (f"target.name={folder}", "stages.0.steps=1")
-    run = train("as-it-was", *options)
+    run = train("as-it-was", *options, "stages.0.optim.name=muon")
     state, template = run / "checkpoints/step-1/state.json", folder / "chat_template.jinja"
     own = train("its-template", *options, f"data.template={shutil.copy(template, tmp_path / 'own.jinja')}")
     for each in (run, own):
         write_json(each / "tree.json", {"paths": [[0]]})
     content = json.loads(state.read_text())
-    train("as-it-was", *options, "--resume")
+    train("as-it-was", *options, "stages.0.optim.name=muon", "--resume")
     assert "has changed" not in train.out
 
     def warned(each):
@@ -413,9 +413,10 @@ def test_another_template_or_library_is_named(train, run_main, tiny_lm, tmp_path
     template.write_text(template.read_text() + " ")
     content["depends_on"]["torch"] = "1.0"
     state.write_text(json.dumps(content))
-    train("as-it-was", options[0], "stages.0.steps=2", "run.seed=7", "--resume")
-    changed = f"has changed: torch (1.0, now {torch.__version__}), training rows, chat template, run.seed (3, now 7)"
-    assert changed.replace("+cpu", "") in train.out.replace("+cpu", "")
+    train("as-it-was", options[0], "stages.0.steps=2", "run.seed=7", "evaluate.sequences=3", "--resume")
+    changed = f"has changed: torch (1.0, now {torch.__version__}), training rows, chat template, run.seed (3, now 7), "
+    changed += "optim.name (muon, now adamw), evaluate.sequences (64, now 3)"
+    assert changed.replace("+cpu", "") in train.out.replace("+cpu", "") and "it begins anew" in train.out
     assert not warned(run), "trained on, with the template that the target has now"
     template.write_text(template.read_text() + " ")
     assert warned(run) and not warned(own)

@@ -60,8 +60,8 @@ class DynaspecRecipe(DrafterRecipe):
             raise ValueError("target.features: shortlists are measured beside the target itself; leave it out")
         if base and Path(base).resolve().is_relative_to(self.run.folder.resolve()):
             raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
-        if self.drafter.corpus and self.drafter.shortlist == "vocab_trim":
-            raise ValueError("drafter.corpus: vocab_trim counts the training rows' answers; leave it out, or fr_spec")
+        if self.drafter.corpus and self.drafter.shortlist != "fr_spec":
+            raise ValueError("drafter.corpus: for drafter.shortlist=fr_spec alone; leave it out")
         if self.drafter.shortlist != "low_rank":
             refuse_set(self, ("drafter.rank", "drafter.candidates"), "for drafter.shortlist=low_rank alone")
         if self.init_from:

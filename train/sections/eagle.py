@@ -88,6 +88,8 @@ class EagleSection(Section):
             raise ValueError("num_layers is for version 3: EAGLE-1 has one layer")
         if self.replay and (self.version == 1 or self.unroll < 2):
             raise ValueError("replay is for version 3, and for at least two steps (unroll)")
+        if self.version == 3 and self.noise != type(self).model_fields["noise"].default:
+            raise ValueError("noise is for version 1: leave it out")
         if self.version == 3 and not self.bias:
             raise ValueError("bias is for version 1; EAGLE-3 has none")
         if self.fc_norm and self.norm_before_fc:

@@ -10,7 +10,7 @@ from draftsmith.common.recipe import Section
 from draftsmith.common.sections import Stage, TrainingRecipe, refuse_set
 
 UNREAD = (
-    *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised"),
+    *("data.packing", "data.template", "data.template_arguments", "data.max_unsupervised", "data.reasoning"),
     *("evaluate.decode", "evaluate.prompts", "export.merged"),
 )
 Width = Annotated[int, Field(gt=0, le=1 << 18)]

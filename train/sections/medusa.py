@@ -56,6 +56,8 @@ class Joint(Section):
 
     def check(self, recipe: DrafterRecipe, optim: Optim, shared: bool) -> None:
         """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head."""
+        if self.ramp_steps and (self.ramp or ("constant" if self.loss == "ce" else "sine")) == "constant":
+            raise ValueError("joint.ramp_steps: a constant weight has no ramp; leave it out, or set joint.ramp")
         if optim.name != "adamw":
             raise ValueError(
                 "optim.name: Muon has one learning rate for heads and adapters; use adamw where both train"

@@ -72,7 +72,7 @@ def test_decoding(run_decode, tiny_lm, four_prompts, free, monkeypatch):
     assert code == 0 and "memory" not in err
     whole = target.context + memory._ROOM  # an answer ends at the target's context
     free(weights + 2.5 * whole * token)
-    code, _, err = run_decode(f"none --live {common} --max-new-tokens 1000000 --batch-size 4")
+    code, _, err = run_decode(f"none {common} --baseline none --max-new-tokens 1000000 --batch-size 4")
     assert code == 0 and f"at most 2 texts of {whole:,} tokens" in err, err
 
     monkeypatch.setattr(load, "load_target", lambda *args, **options: pytest.fail("it was loaded"))

@@ -45,8 +45,9 @@ def test_read_prompts(tmp_path):
 def test_kinds_of_text(tmp_path):
     path = tmp_path / "p.jsonl"
     kinds = ["code", "", None, 3, ["code"], "日本語"]
-    path.write_text("".join(json.dumps({"prompt": "a", "kind": kind}) + "\n" for kind in kinds) + '{"turns": ["a"]}')
-    assert [prompt.kind for prompt in read_prompts(path)] == ["code", None, None, None, None, "日本語", None]
+    more = '{"turns": ["a"]}\n{"prompt": "a", "kind": null, "category": "maths"}'
+    path.write_text("".join(json.dumps({"prompt": "a", "kind": kind}) + "\n" for kind in kinds) + more)
+    assert [prompt.kind for prompt in read_prompts(path)] == ["code", None, None, None, None, "日本語", None, "maths"]
 
 
 def test_sets_of_prompts(tmp_path):

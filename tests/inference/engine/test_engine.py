@@ -63,6 +63,18 @@ def test_trees_of_changing_size(written, scripted, rows):
     assert [r.accepted for r in results] == drafter.accepted
 
 
+def test_a_step_is_kept_for_fewer_and_longer_texts(written):
+    """So that a remainder of a batch, or the next turn of a conversation, captures no graphs anew."""
+    target, truth = written("llama")
+    decoder = SpeculativeDecoder(target)
+    decoder.generate(PROMPTS, 4, batch_size=4, stop_ids=NONE)
+    step = decoder._step
+    (result,) = decoder.generate(PROMPTS[:1], WANTED, batch_size=4, stop_ids=NONE)
+    assert result.tokens == truth[0][:WANTED] and decoder._step is step
+    decoder.generate(PROMPTS[:1], 4, stop_ids=NONE)
+    assert decoder.rows == 1, "all of one prompt"
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "opt"])
 @pytest.mark.parametrize("chunk", [1, 4, 11])
 def test_prefill_in_chunks(written, scripted, monkeypatch, family, chunk):

@@ -166,7 +166,7 @@ SELF = "draft_model:models/tiny-lm@2,1,1"
 def test_real_texts_have_those_of_the_targets_own_pass(target_name, drafter_name, texts, new_tokens, least):
     """New tokens of three modes in batches of 8, and their prompts, against transformers' forward pass in float32: the
     bound is 64 of float32's roundings of the largest logit."""
-    target, drafter = load_drafter(drafter_name, target_name=target_name, dtype="float32")
+    target, drafter = load_drafter(drafter_name, target_name=target_name, dtype="float32", all_nodes=True)
     rows = map(json.loads, (ROOT / "data/coder-seeds.jsonl").read_text().splitlines()[:texts])
     prompts = [target.tokenizer(row["messages"][0]["content"])["input_ids"] for row in rows]
     tokens, above, accepted = 0, list[float](), 0
