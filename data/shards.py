@@ -133,14 +133,14 @@ class Shards:
         """Append a finished conversation; it is on the disk when this returns."""
         line = {"id": seed, "messages": messages, "finish_reason": finish_reasons, "source": source}
         line |= {"token_ids": token_ids} if token_ids and all(token_ids) else {}
-        append(next(self._room), json.dumps(line, ensure_ascii=False), sync=True)
+        _append(next(self._room), line)
         self._count(seed, finish_reasons)
         self.failures.pop(seed, None)
 
     def fail(self, seed: str, source: str, reason: str, detail: str) -> None:
         """Append a failed prompt to this process's failures, where the last line of an id counts."""
         self.failures[seed] = {"id": seed, "source": source, "reason": reason, "detail": detail}
-        append(self._failures, json.dumps(self.failures[seed], ensure_ascii=False), sync=True)
+        _append(self._failures, self.failures[seed])
 
     def counts(self, wanted: Mapping[str, int]) -> dict[str, Any]:
         """Counts of done, failed and unanswered prompts, given ``wanted``: id → number of answers asked for."""
@@ -165,6 +165,10 @@ class Shards:
             path.unlink(missing_ok=True)
         for others in self._others_failures():
             others.unlink()
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    append(path, json.dumps(line, ensure_ascii=False), sync=True)
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:

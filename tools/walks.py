@@ -24,7 +24,7 @@ LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
     "lines of Python in the product": 42_630,
-    "lines of Python in tests": 49_620,
+    "lines of Python in tests": 49_640,
     "lines of Python in benchmarks": 12_850,
     "files that inference/engine/engine.py needs": 54,
     "lines of these files": 12_700,

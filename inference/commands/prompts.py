@@ -43,11 +43,10 @@ class Prompt:
         except UnusableRow as error:
             raise ValueError(f"{self.where}: target '{target.name}': {error}; {_PLAIN}") from None
         if not 0 < len(ids) < target.context:
-            what = "this prompt"
-            if isinstance(self.content, list) and any(turn["role"] == "assistant" for turn in self.content):
-                what += ", with the answers in it,"
+            turns = self.content if isinstance(self.content, list) else []
+            answered = ", with the answers in it," if any(turn["role"] == "assistant" for turn in turns) else ""
             raise ValueError(
-                f"{self.where}: {what} has {len(ids)} tokens; give it at least one, and at most "
+                f"{self.where}: this prompt{answered} has {len(ids)} tokens; give it at least one, and at most "
                 f"{target.context - 1}: the target's context of {target.context} holds prompt and answer"
             )
         return ids

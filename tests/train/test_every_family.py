@@ -284,7 +284,11 @@ REFUSALS = [
     ("dynaspec", f"{LISTS} & cache_hidden=memory", "cache_hidden: rollouts are kept in the run's folder anyway"),
     ("dynaspec", f"{LISTS} & precision.compile=true", "precision.compile, precision.gradient_checkpointing and export"),
     ("dynaspec", f"{LISTS} & data.train.0={{source: x.jsonl, streaming: true}}", "a streamed source has no end"),
-    ("dynaspec", f"{LISTS} & drafter.corpus=[{{source: x.jsonl, streaming: true}}]", "a streamed source has no end"),
+    (
+        "dynaspec",
+        f"{LISTS} & drafter.shortlist=fr_spec & drafter.corpus=[{{source: x.jsonl, streaming: true}}]",
+        "a streamed source has no end",
+    ),
     ("lm", "model.num_kv_heads=3", "'model': num_heads=4 is not a multiple of num_kv_heads=3"),
     (
         "lm",

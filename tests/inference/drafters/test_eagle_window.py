@@ -113,7 +113,8 @@ def test_a_window_of_all_pairs_is_the_whole_cache(pair):
     assert trees[0] == trees[1] and len(trees[0]) > 10
 
 
-def test_its_memory_does_not_grow_with_the_text(pair):
+def test_its_memory_does_not_grow_with_the_text(pair, monkeypatch):
+    monkeypatch.setattr("draftsmith.inference.engine.engine.CACHE_GRANULE", 1)
     target, whole = pair
     window = whole.with_tree((1, 1), selector=Selector("streamingllm", 8))
     sizes = []

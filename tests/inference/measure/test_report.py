@@ -1,10 +1,12 @@
 import io
 import random
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from draftsmith.inference.commands import interactive
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.measure import report
@@ -131,24 +133,39 @@ def test_plain_decoding_and_nothing_at_all():
 TEXT = "naïve [bold] :x: → 日本語\n\t🙂🇮🇹 x = {'a': ﬁ}"
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """What an answer writes to stdout: texts, each with the ``drafted_by`` of its last token."""
+
+    def write(tokenizer, tokens, drafted_by):
+        pieces = []
+        monkeypatch.setattr(interactive, "write_text", lambda text, drafted: pieces.append((text, drafted)))
+        answer = interactive.Answer(SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset()))
+        answer.show(Generation(tokens, drafted_by=drafted_by))
+        answer.end()
+        return [piece for piece in pieces if piece[0]]
+
+    return write
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2, 5])
-def test_the_pieces_are_the_text(tiny_lm, cut):
+def test_the_pieces_are_the_text(tiny_lm, shown, cut):
     """Characters of up to eight bytes lie over several tokens, and the last may lack some of its bytes."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = tokenizer(TEXT)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     assert any(tokenizer.decode(tokens[:n]).endswith("�") for n in range(len(tokens)))
     drafted_by = random.Random(cut).choices(range(4), k=len(tokens))
-    pieces = report.pieces(tokenizer, tokens, drafted_by)
+    pieces = shown(tokenizer, tokens, drafted_by)
     assert "".join(text for text, _ in pieces) == decode_text(tokenizer, tokens)
     if not cut:
         assert decode_text(tokenizer, tokens) == TEXT
 
 
-def test_drafted_is_what_the_drafter_wrote(tiny_lm):
+def test_drafted_is_what_the_drafter_wrote(tiny_lm, shown):
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm)
     tokens = [tokenizer(c)["input_ids"][0] for c in "abcdefgh"]
-    pieces = report.pieces(tokenizer, tokens, [0, 1, 3, 0, 0, 2, 0, 0])
+    pieces = shown(tokenizer, tokens, [0, 1, 3, 0, 0, 2, 0, 0])
     assert pieces == [("a", 0), ("b", 1), ("c", 3), ("d", 0), ("e", 0), ("f", 2), ("g", 0), ("h", 0)]
 
 
