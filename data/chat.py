@@ -101,7 +101,7 @@ def _as_rendered(messages: Sequence[Message], reasoning: bool = True) -> list[Me
     """Messages with what the assistant thought, if it is to be rendered, under each of its names: templates read one of
     them."""
     thoughts = [next((m[name] for name in REASONING if name in m), None) for m in messages]
-    bare = [{name: value for name, value in m.items() if name not in REASONING} for m in messages]
+    bare = [{name: value for name, value in m.items() if name not in (*REASONING, ASKED)} for m in messages]
     if not reasoning or not any(thoughts):
         return bare
     pairs = zip(bare, thoughts, strict=True)
@@ -243,6 +243,7 @@ class Chat:
         self.special = tokenizer.special_tokens_map
         self.key = frozenset(self.special.items())
         self.marks = bool(_GENERATION.search(template))
+        self.asked = {i for i, message in enumerate(messages) if ASKED in message}
         self.messages = _as_rendered(messages, reasoning)
 
     def render(self, end: int, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
@@ -281,7 +282,7 @@ class Chat:
         labels: list[Span] = []
         parts, notes = [(full, labels)], list[str]()
         for number, i in enumerate(answers):
-            if why := self._not_trained_on(chat[i]):
+            if why := "they are part of a prompt" if i in self.asked else self._not_trained_on(chat[i]):
                 notes.append(_NO_LABEL + why)
                 continue
             before = self.render(i, prompt=True)[0]
@@ -317,8 +318,6 @@ class Chat:
 
     def _not_trained_on(self, message: Message) -> str | None:
         """Why an answer gets no label, for any rendering by the template."""
-        if ASKED in message:
-            return "they are part of a prompt"
         for name in FLAGS:
             if not message.get(name, True):
                 return f"'{name}' is {int(message[name])}"

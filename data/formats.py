@@ -40,8 +40,7 @@ ASKED = "asked"  # marks the messages of a prompt whose completion alone is trai
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant wrote before its answer
 # Fields that are read wherever they have an effect, and those that train/distill.py notes for people.
 _KNOWN = {"messages", "conversations", "turns", "prompt", "completion", "text", "id", "source", "finish_reason"}
-_KNOWN |= {"token_ids"}
-_KNOWN |= {"role", "content", "from", "value"}
+_KNOWN |= {"token_ids", "role", "content", "from", "value"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def _message(turn: Any, sharegpt: bool) -> Message:
         what = "is from an unknown speaker" if sharegpt else "has an unknown role"
         raise UnusableRow(f"a turn {what} (known: {', '.join(known)})")
     more = {str(name): _without_nulls(value) for name, value in turn.items() if not _empty(value)}
-    for name in (role_key, text_key):
+    for name in (role_key, text_key, ASKED):
         more.pop(name, None)
     if "function_call" in more:  # OpenAI's older form
         more.setdefault("tool_calls", [{"type": "function", "function": more.pop("function_call")}])

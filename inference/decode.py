@@ -366,8 +366,9 @@ def measure(
             own = engine_options(args.mode, sampling, prompts, range(1, args.samples))
             own |= {"max_draft_nodes": args.max_draft_nodes, **likely}
             more = prompts * (args.samples - 1)
-            longest = [max(prompts, key=len)]  # its first call allocates, and captures graphs
-            decoder.generate(longest, args.max_new_tokens, **engine_options(args.mode, sampling, longest))
+            longest = [max(prompts, key=len)]  # the first call allocates, and captures graphs
+            first = engine_options(args.mode, sampling, longest) | {"max_draft_nodes": args.max_draft_nodes, **likely}
+            decoder.generate(longest, args.max_new_tokens, **first)
             with ProgressBar(f"samples of {name}", len(more), console) as bar:
                 done = itertools.count(1)
                 own["on_end"] = lambda *_, bar=bar, done=done: bar(next(done))

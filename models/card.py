@@ -4,6 +4,7 @@ Nothing here is made up: a Hub id is one that somebody named or that is known fo
 one that the recipe or the target's own card states, and a measurement one that a file of the drafter's folder holds.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.common.files import object_or_empty
+from draftsmith.common.files import file_sha256, object_or_empty
 from draftsmith.models.files.locate import FETCHES, local_folder
 
 PLACEHOLDER = "TARGET"
@@ -154,11 +155,16 @@ def as_text(value: Any) -> str:
     return text.rpartition("/")[2] if text.startswith(("/", "~")) else text
 
 
-def older_than_weights(calibration: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Whether a tree was calibrated before the weights were written, whose provenance.json has ``facts``. Older trees
-    do not say."""
-    date = facts.get("date")
-    return calibration.get("weights_date", date) != date
+def weights_sha256(folder: Path) -> str:
+    """A hash of a drafter's weights, those of its parts included."""
+    parts = object_or_empty(folder / "config.json").get("parts", [])
+    files = [file for place in ("", *parts) for file in sorted((folder / place).glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
+
+
+def of_other_weights(folder: Path, calibration: Mapping[str, Any]) -> bool:
+    """Whether a folder's tree was calibrated with other weights than those that are there. Older trees do not say."""
+    return "weights_sha256" in calibration and calibration["weights_sha256"] != weights_sha256(folder)
 
 
 def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
@@ -169,7 +175,7 @@ def measured(folder: Path, facts: Mapping[str, Any] | None = None) -> str:
     tree = object_or_empty(folder / "tree.json")
     counts = [len(paths) for paths in (tree.get("parts") or [tree.get("paths") or []])]
     found = tree.get("calibration")
-    calibration = found if isinstance(found, dict) and not older_than_weights(found, facts) else {}
+    calibration = found if isinstance(found, dict) and not of_other_weights(folder, found) else {}
     if any(counts):
         chosen = ", of which some are chosen at load" if tree.get("at_load") else ""
         rows.append(("nodes of the tree beside the root" + chosen, " + ".join(map(str, counts)), _where(calibration)))

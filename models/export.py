@@ -114,7 +114,7 @@ import sys
 from draftsmith.common.files import check_folder, json_object, object_or_empty, read_text, write_json, write_text
 from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import provenance, push, read_drafter, write_model
-from draftsmith.models.card import is_hub_id, older_than_weights, served_name, with_measured
+from draftsmith.models.card import is_hub_id, of_other_weights, served_name, with_measured
 from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.serving.from_published import load_stored
@@ -132,8 +132,8 @@ def publish(name: str, repository: str, private: bool) -> None:
     folder, _, _ = read_drafter(name)
     calibration = object_or_empty(folder / "tree.json").get("calibration")
     known = isinstance(calibration, dict)
-    if not known or older_than_weights(calibration, object_or_empty(folder / "provenance.json")):
-        what = "older than its weights" if known else "not calibrated"
+    if not known or of_other_weights(folder, calibration):
+        what = "of other weights than are there" if known else "not calibrated"
         raise ValueError(
             f"{folder}: its tree is {what}; first: python inference/calibrate.py {shlex.quote(str(folder))}"
         )

@@ -369,8 +369,10 @@ def _resume(run: Run[R], module: nn.Module, optimizer: torch.optim.Optimizer, st
         )
     was = state.get("depends_on", {})  # older ones have none
     changed = {what: now for what, now in run.depends_on.items() if was.get(what, now) != now}
-    another = sharded.strategy() == "zero2" or changed.keys() & {"optim.name", "optim.eight_bit"}
-    checkpoint.restore(last, module, None if another else optimizer)
+    another, zero_2 = changed.keys() & {"optim.name", "optim.eight_bit"}, sharded.strategy() == "zero2"
+    if another and zero_2:
+        raise ValueError(f"{last}: its optimizer is another one; under ZeRO-2 set {min(another)} back, or --restart")
+    checkpoint.restore(last, module, None if another or zero_2 else optimizer)
     # Metrics of other rows do not compare.
     run.best = -math.inf if "evaluate.sequences" in changed else state["best"]
     run.step, run.resumed = state["step"], True

@@ -19,6 +19,7 @@ class _Muon(torch.optim.Optimizer):
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+        self.dtype = torch.float32 if params and lacking("bfloat16", params[0].device) else torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -26,10 +27,10 @@ class _Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            kept = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            kept.lerp_(p.grad, 1 - group["momentum"])
-            dtype = torch.float32 if lacking("bfloat16", p.device) else torch.bfloat16
-            update = orthogonalised(p.grad.lerp(kept, group["momentum"]).reshape(-1, *p.shape[-2:]).to(dtype))
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            kept = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            update = orthogonalised(p.grad.lerp(kept, group["momentum"]).reshape(-1, *p.shape[-2:]).to(self.dtype))
             p.mul_(1 - group["lr"] * group["weight_decay"])
             # To AdamW's usual size (arXiv 2502.16982 §2.2).
             p.add_(update.view_as(p), alpha=-0.2 * math.sqrt(max(p.shape[-2:])) * group["lr"])

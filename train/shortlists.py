@@ -222,9 +222,7 @@ def second_moment(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Tensor
     recipe, count = run.recipe, 0
     drawn = torch.Generator().manual_seed(recipe.run.seed)
     texts = drawn_texts(run, rows, min(READS, recipe.drafter.positions), drawn)
-    moment = torch.zeros(
-        drafts.weight.shape[1], drafts.weight.shape[1], dtype=torch.float64, device=drafts.weight.device
-    )
+    moment = drafts.weight.new_zeros(2 * drafts.weight.shape[1:], dtype=torch.float64)
     with ProgressBar("what the LM head reads", len(texts), console) as bar, run.evaluating(drafts.embed):
         for done, text in enumerate(texts, 1):
             at_once = max(1, AT_ONCE // text[0].shape[1])

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.common.command import counted
-from draftsmith.common.files import object_or_empty, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data import sources
 from draftsmith.data.prompts import prompts
@@ -19,7 +18,7 @@ from draftsmith.inference.engine.answers import answer
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
 from draftsmith.train.launch import console
-from draftsmith.train.run import Run, digest_of
+from draftsmith.train.run import Run
 from draftsmith.train.samples import Batch
 from draftsmith.train.sections.lm import Unlikelihood
 
@@ -70,10 +69,7 @@ def continuations(
         return {}
     folder = run.folder / "answers" / name
     with run.accelerator.main_process_first():
-        asked = {"of": digest_of(model.parameters()).hex()} if run.main else {}
-        there = run.resume and (folder / "model.safetensors").exists()
-        if run.main and not (there and object_or_empty(folder / "asked.json") in ({}, asked)):
+        if run.main and not (run.resume and (folder / "model.safetensors").exists()):
             seed = run.recipe.run.seed + [stage.name for stage in run.recipe.stages].index(name)
             checkpoint.write_tensors(folder, write_continuations(model, tokenizer, ask, seed))
-            write_json(folder / "asked.json", asked)  # older ones have none
     return checkpoint.read_tensors(folder)

@@ -11,13 +11,13 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters import names
 from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.cache import free_bytes
-from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.engine import CACHE_GRANULE, SpeculativeDecoder
 from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.sizes import Sizes, kv_bytes, sizes_of
 from draftsmith.models.tokenizer import load_tokenizer
 
-_ROOM = 64  # slots of a row beyond its text: a token tree's
+_ROOM = CACHE_GRANULE  # slots of a row beyond its text: a token tree's, and what rounding adds
 # Rows of a batch, at most, if their number is not given. A product of B rows does B floating-point operations for each
 # byte of 16-bit weights that it reads. By its data sheet, an H200 can do 206 in that time (989e12 / 4.8e12), an H100
 # 295. With more rows arithmetic takes the time, which grows with them. A CPU gets there with few rows.

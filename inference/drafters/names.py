@@ -117,4 +117,5 @@ def check_names(names: Sequence[str], target: str | None = None) -> None:
 
 def short_name(name: str) -> str:
     """A drafter's name without the path to it, for its report's folder and in tables."""
-    return "+".join(Path(part).resolve().name if part in (".", "..") else Path(part).name for part in parts_of(name))
+    paths = map(Path, parts_of(name))
+    return "+".join(path.resolve().name if path.name in ("", "..") else path.name for path in paths)

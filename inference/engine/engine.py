@@ -217,13 +217,14 @@ class SpeculativeDecoder:
         return queue.results
 
     def _make_step(self, mode: Mode, rows: int, capacity: int, most: int) -> Step:
-        """The previous call's step if it can be reused, also with more rows than are needed, up to ``most``; else a new
-        one."""
+        """The previous call's step if it can be reused, also one with more rows, up to ``most``; else a new one."""
         step = self._step
         if step is not None:  # its modules, weights or drafter may have been replaced
             lean_changed = step.runner.lean_or_reason != find_lean(self.target, self.lean)
             if lean_changed or not step.owns_drafter:
                 step = self._step = None
+        if self.drafter.keeps_rows and not self.static:
+            most = rows  # such steps run all their rows, and there are no captured graphs to keep
         fits = step is not None and rows <= step.rows <= most and step.capacity >= capacity
         if step is None or not fits or (step.mode, step.static) != (mode, self.static):
             if step is not None:

@@ -19,7 +19,7 @@ from draftsmith.inference.engine.logprobs import LogprobsMode
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.step import capacity_for
 from draftsmith.inference.measure import report as reporting
-from draftsmith.inference.measure.lossless import DISTRIBUTION_ROWS, check_distribution, check_texts
+from draftsmith.inference.measure.lossless import check_distribution, check_texts
 from draftsmith.inference.measure.paired import paired_fields
 from draftsmith.inference.measure.timing import (
     Method,
@@ -324,9 +324,7 @@ class _Evaluation:
         console.print(f"checking {name} against plain decoding …", markup=False)
         with ProgressBar("checking", len(prompts), console, transient=True) as advance:
             if self.mode == "mss":
-                decoder = self.decoders[number]
-                rows = min(DISTRIBUTION_ROWS, rows_untimed(decoder, prompts, 3, 1))
-                lossless = check_distribution(decoder, prompts, sampling, rows, advance)
+                lossless = check_distribution(self.decoders[number], prompts, sampling, on_prompt=advance)
             else:
                 plain_texts = [self.reference[n].tokens for n in range(len(prompts))]
                 ours = [result.tokens for result in self.results(name)]

@@ -77,7 +77,6 @@ class TextCheck:
 
 
 SAMPLES, BINS, LEVEL = 256, 20, 1e-6  # samples per prompt; bins of the χ² test; significance level
-DISTRIBUTION_ROWS = 32  # samples at a time, at most
 
 
 @dataclass
@@ -102,7 +101,7 @@ def check_distribution(
     decoder: SpeculativeDecoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    batch_size: int = DISTRIBUTION_ROWS,
+    batch_size: int = 32,
     on_prompt: Callable[[int], None] | None = None,
 ) -> SampleCheck:
     """Sample each prompt many times by multi-step sampling, and test the distribution of the first two tokens after the

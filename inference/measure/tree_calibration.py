@@ -38,7 +38,7 @@ from draftsmith.inference.measure.tree_search import (
 from draftsmith.inference.measure.tree_statistics import head_facts, in_batches, simulate_ensemble
 from draftsmith.inference.verify.tree import chain
 from draftsmith.models.artifact import device_name
-from draftsmith.models.card import older_than_weights
+from draftsmith.models.card import of_other_weights, weights_sha256
 from draftsmith.models.files.weights import read_tensors
 from draftsmith.models.target import Target
 
@@ -153,8 +153,7 @@ def alone(folder: Path) -> Iterator[None]:
 def check_enough(folder: Path, positions: int) -> None:
     """Raises ValueError: the tree that is there was calibrated on more positions than these few, with these weights."""
     there = object_or_empty(folder / "tree.json").get("calibration") or {}
-    same = not older_than_weights(there, object_or_empty(folder / "provenance.json"))
-    before = there.get("positions", 0) if same else 0
+    before = 0 if of_other_weights(folder, there) else there.get("positions", 0)
     if positions < min(FEW_POSITIONS, before):
         raise ValueError(
             f"{folder}: {positions:,} positions say too little; tree.json, calibrated on {before:,}, is kept. Give "
@@ -320,7 +319,7 @@ def _write_tree(
     chain_tau = simulate_ensemble([chain(drafter.max_depth)] * ranks.shape[2], ranks)
     facts = (drafter.facts or head_facts)(ranks)
     calibration = {
-        "weights_date": object_or_empty(folder / "provenance.json").get("date"),
+        "weights_sha256": weights_sha256(folder),
         "positions": positions_of(ranks),
         "expected_mean_accepted_length": round(chosen.tau, 4),
         "chain_mean_accepted_length": round(chain_tau, 4),

@@ -605,9 +605,9 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     code, _, err = run_main(calibrate.main, *words)
     assert code == 2 and "positions say too little; tree.json, calibrated on 10,781, is kept" in err, err
     assert json.loads((folder / "tree.json").read_text()) == tree
-    tree["calibration"]["weights_date"] = "2026-01-01T00:00:00+00:00"  # of weights that trained on since
+    tree["calibration"]["weights_sha256"] = "0" * 64  # of weights that trained on since
     (folder / "tree.json").write_text(json.dumps(tree))
-    assert "its tree is older than its weights; first: " in run_main(export.main, folder, *TO_HUB)[2]
+    assert "its tree is of other weights than are there; first: " in run_main(export.main, folder, *TO_HUB)[2]
     assert run_main(calibrate.main, *words)[0] == 0
     (folder / "tree.json").write_text("[[0], [0, 0], [1]]")  # as published trees are: not calibrated
     assert run_main(calibrate.main, *words)[0] == 0
