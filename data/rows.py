@@ -212,8 +212,8 @@ def _known(source: Source, files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         with _reading(source, path):
-            size = f"{path.stat().st_size} "
-            digest.update(size.encode() if source.streaming else bytes.fromhex(file_sha256(path)))
+            size = f"{path.stat().st_size} ".encode()
+            digest.update(size if source.streaming else bytes.fromhex(file_sha256(path)))
     return digest.hexdigest()
 
 

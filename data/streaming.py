@@ -65,7 +65,6 @@ class StreamedRows:
                 f"data source '{source.source}': its chats were streamed with another date, which the chat template "
                 "prints; pin that date by data.template_arguments, or begin a new run"
             )
-        self._window: tuple[int, Rows | None, np.ndarray] | None = None
         # The open iterator, its next window, and the process that opened it: a forked one would move the other's file.
         self._reading: tuple[Any, int, int] = first, 0, os.getpid()
         self.skipped = self._load(0)
@@ -79,9 +78,8 @@ class StreamedRows:
             while not self.ends or number >= self.ends[-1]:
                 self._load(len(self.ends))
             window = bisect.bisect_right(self.ends, number)
-            if self._window is None or self._window[0] != window:
+            if self._window[0] != window:
                 self._load(window)
-            assert self._window is not None
             _, packed, order = self._window
             assert packed is not None  # a window without rows has no row numbers
             first = self.ends[window - 1] if window else 0

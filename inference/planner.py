@@ -126,7 +126,8 @@ def main() -> None:
         facts = make_plan(target, *sizes, settings, given, args.texts, args.new_tokens, lean)
     if args.out:  # first: it must not be lost
         write_json(args.out, facts)
-    print_drafter_plan(facts) if args.drafters else print_plan(facts)
+    show = print_drafter_plan if args.drafters else print_plan
+    show(facts)
     if args.out:
         written = [args.out] if args.drafters else [args.out, args.out.with_suffix(".png")]
         if not args.drafters:

@@ -40,7 +40,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def quietly(library: str = "transformers", category: type[Warning] = Warning) -> Iterator[None]:
-    """Silence a library's log up to warnings, and warnings of a category; errors are raised here in one line each."""
+    """Inside, a library logs errors alone, and Python's warnings of a category are not shown."""
     logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -105,7 +105,6 @@ def rows_of_round(
     folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})
     there = run.resume and (folder / "model.safetensors").exists()
     made = read_json(folder / "asked.json") if there else asked
-    after = [digest_of(model.model.parameters()).hex() for model in models] if run.main else []
     for name, value in asked.items():
         if made.get(name) != value:
             raise ValueError(
@@ -115,6 +114,7 @@ def rows_of_round(
     if boost.ensemble == "seeds":
         return list(rows), weights, sum(len(part.samples) for part in rows)
     given = [_given(part.samples, number, rounds, boost) for part in rows]
+    after = [digest_of(model.model.parameters()).hex() for model in models] if run.main else []
     with run.accelerator.main_process_first():
         if run.main and (not there or made.get("after", after) != after):  # else an SSM before it was trained further
             left: dict[str, Tensor] = {}

@@ -54,10 +54,8 @@ class LanguageModel(nn.Module):
         self.model, self.lookahead = model, lookahead
         self.heads: MedusaHeads | None = None
         if lookahead:
-            config = model.config
-            self.heads = MedusaHeads(
-                MedusaConfig(lookahead.num_heads, 1, "shared", config.hidden_size, config.vocab_size)
-            )
+            sizes = model.config.hidden_size, model.config.vocab_size
+            self.heads = MedusaHeads(MedusaConfig(lookahead.num_heads, 1, "shared", *sizes))
 
     def few(self, tokens: Tensor) -> int:
         """The number of rows on which the lookahead heads train, the first ones."""

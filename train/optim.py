@@ -14,12 +14,12 @@ from draftsmith.models.precision import lacking
 class _Muon(torch.optim.Optimizer):
     """Muon (K. Jordan et al., 2024) as PyTorch's, for stacks of matrices ``[..., m, n]`` too, each matrix by itself.
 
-    PyTorch's computes in bfloat16 everywhere: on a CPU without its instructions five times slower than in float32.
+    PyTorch's computes in bfloat16 everywhere, which on a CPU without its instructions takes four to five times as long.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
-        self.dtype = torch.float32 if params and lacking("bfloat16", params[0].device) else torch.bfloat16
+        self.dtype = torch.float32 if lacking("bfloat16", params[0].device) else torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

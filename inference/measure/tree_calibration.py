@@ -334,7 +334,7 @@ def _write_tree(
     faster = fastest_dynamic(compared)
     if faster is not None:
         shape = faster.shape
-        if at_load:  # the depth decides how many paths there are
+        if at_load:
             shape = replace(shape, nodes=min(max(shape.nodes, AT_LOAD_NODES), shape.candidates))
         stored["dynamic"] = asdict(shape)
         if faster.confidence is not None:

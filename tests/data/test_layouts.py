@@ -226,7 +226,7 @@ def test_ids_that_decoding_would_not_have_are_said(tmp_path, tokenizer):
 
 
 def test_answers_in_a_prompt_are_not_trained_on(tmp_path, tokenizer):
-    """Also where the row has token ids; they would be another model's, or examples."""
+    """They may be another model's, or examples."""
     row = {"prompt": [USER, {**ANSWER, "content": "It is 5."}, USER], "completion": [ANSWER]}
     said, skipped = read(tmp_path, [row], tokenizer)
     assert said == ["It is 4.<|end|>"]

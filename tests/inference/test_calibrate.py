@@ -352,9 +352,7 @@ def test_heads_may_have_a_dynamic_tree(calibrated, heads_folder, monkeypatch, sp
     assert [each.shape.nodes for each in found] == [8, 16, 32, 64] and all(each.speed > 0 for each in found)
     assert found[0].tau >= 1
     known = tree["calibration"]["dynamic"]
-    ranks = torch.zeros(
-        1, 3, 15, dtype=torch.int64
-    )  # a DFlash drafter's with blocks of 16: too many paths for 64 nodes
+    ranks = torch.zeros(1, 3, 15, dtype=torch.int64)  # of DFlash with blocks of 16: too many paths for 64 nodes
     drafts = (ranks, torch.linspace(0, -9, 10).expand(1, 3, 15, 10).log_softmax(-1))
     fixed = Candidate((chain(15),), 2.0, 1.5, (15,))
     compared = simulated([drafts], fixed, step_costs(load_target("models/tiny-lm")), lambda *_: 0.1)
@@ -590,9 +588,6 @@ runpy.run_path("{script}", run_name="__main__")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
 
 
-TO_HUB = ("--to", "hf", "--push-to-hub", "u/n")
-
-
 def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     """A tree that was calibrated on more positions is kept; and two commands do not calibrate one drafter at once."""
     folder, prompts = heads_folder
@@ -607,7 +602,8 @@ def test_next_to_nothing_replaces_no_tree(run_main, heads_folder, monkeypatch):
     assert json.loads((folder / "tree.json").read_text()) == tree
     tree["calibration"]["weights_sha256"] = "0" * 64  # of weights that trained on since
     (folder / "tree.json").write_text(json.dumps(tree))
-    assert "its tree is of other weights than are there; first: " in run_main(export.main, folder, *TO_HUB)[2]
+    said = run_main(export.main, folder, "--to", "hf", "--push-to-hub", "u/n")[2]
+    assert "its tree is of other weights than are there; first: " in said
     assert run_main(calibrate.main, *words)[0] == 0
     (folder / "tree.json").write_text("[[0], [0, 0], [1]]")  # as published trees are: not calibrated
     assert run_main(calibrate.main, *words)[0] == 0

@@ -550,10 +550,8 @@ def test_frequencies(whole, train, target, tmp_path):
     corpus = f"drafter.corpus=[{{source: '{tmp_path}/corpus.txt'}}]"
     counted = train("of-corpus", "drafter.shortlist=fr_spec", corpus)
     assert "for drafter.shortlist=fr_spec alone" in train.refused("refused", "drafter.shortlist=vocab_trim", corpus)
-    missing = corpus.replace("corpus.txt", "corpse.txt")
-    said = train.refused(
-        "refused", "drafter.shortlist=fr_spec", missing, "drafter.base=nowhere/at/all"
-    )  # before any load
+    words = ["drafter.shortlist=fr_spec", corpus.replace("corpus.txt", "corpse.txt"), "drafter.base=nowhere/at/all"]
+    said = train.refused("refused", *words)  # before the drafter is looked for
     assert said.endswith("corpse.txt': there is no such file\n")
     words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
     first = load_file(counted / "model.safetensors")["order"].tolist()[len(stops) :]

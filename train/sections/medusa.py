@@ -56,7 +56,7 @@ class Joint(Section):
 
     def check(self, recipe: DrafterRecipe, optim: Optim, shared: bool) -> None:
         """Refuse what cannot go with joint training. ``shared``: the heads have the target's LM head."""
-        if self.ramp_steps and (self.ramp or ("constant" if self.loss == "ce" else "sine")) == "constant":
+        if self.ramp_steps and self.form == "constant":
             raise ValueError("joint.ramp_steps: a constant weight has no ramp; leave it out, or set joint.ramp")
         if optim.name != "adamw":
             raise ValueError(
@@ -78,8 +78,12 @@ class Joint(Section):
         """λ0 at step ``step`` (from 0) of a stage of ``steps``."""
         final = self.head_weight or (0.2 if self.loss == "ce" else 0.01)
         share = min(1.0, (step + 1) / (self.ramp_steps or steps))
-        ramp = self.ramp or ("constant" if self.loss == "ce" else "sine")
-        return final * {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}[ramp]
+        return final * {"constant": 1.0, "linear": share, "sine": math.sin(math.pi / 2 * share)}[self.form]
+
+    @property
+    def form(self) -> str:
+        """Of the ramp: the recipe's, else the loss's own."""
+        return self.ramp or ("constant" if self.loss == "ce" else "sine")
 
 
 class MedusaStage(Stage):
