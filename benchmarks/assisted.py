@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_options, chosen, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import choose_device
 
@@ -44,7 +44,6 @@ import torch
 
 from draftsmith.benchmarks.common import decoding
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure import timing

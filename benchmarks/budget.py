@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, check_options, list_option, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names
 
 
@@ -50,7 +50,6 @@ from draftsmith.benchmarks.common import by_kind, elapsed, load_for, take_turns,
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter

@@ -40,7 +40,7 @@ from draftsmith.benchmarks.options import (
     prompts_option,
 )
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import choose_device
 
@@ -95,7 +95,6 @@ from draftsmith.benchmarks.common import (
     with_interval,
 )
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.ssm import Ensemble, check_config, load_ensemble
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.measure.calibrations import next_ranks, pass_time

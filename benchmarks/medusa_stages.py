@@ -27,7 +27,7 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
 from draftsmith.common.files import check_folder, read_text
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, read_prompts
 from draftsmith.train.early import reader
 
 PARSER = CommandLine(__doc__)
@@ -49,7 +49,6 @@ from safetensors.torch import load_file
 from draftsmith.benchmarks.common import decoding, steps_of
 from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, write_report
 from draftsmith.common.recipe import read_recipe
-from draftsmith.inference.commands.prompts import read_prompts
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.measure import report as reporting

@@ -32,7 +32,8 @@ from typing import Any
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.benchmarks.servers import SERVERS
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_counts, check_prompts
+from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import NGRAM, check_names, ngram_lengths
 
 DAMAGES = ("transposed", "shifted-layers", "no-bias", "shifted-vocabulary")
@@ -88,7 +89,6 @@ from safetensors.torch import load_file
 
 from draftsmith.benchmarks.tables import cell, print_table, table_of
 from draftsmith.common.files import json_object, read_text, write_json, write_text
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 
 SAME = 1e-3  # of a token's features: relative difference by the order of float32 sums at most
 STEPS = 6  # of the training
@@ -67,7 +67,6 @@ from torch import Tensor
 from draftsmith.benchmarks.servers import free_port, request, wait_for
 from draftsmith.common.files import write_json
 from draftsmith.common.sections import Features, TargetSection
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.models.eagle import layers_to_capture
 from draftsmith.models.files.copies import with_safetensors
 from draftsmith.models.files.locate import locate

@@ -54,7 +54,7 @@ from draftsmith.benchmarks.options import (
     prompts_option,
 )
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names, short_name
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -106,7 +106,6 @@ from draftsmith.benchmarks.tables import GREY, cell, facts_of, picture, print_ta
 from draftsmith.common.files import write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.endpoint import not_sent_line
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.load import load_drafter

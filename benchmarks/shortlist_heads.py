@@ -32,7 +32,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, check_options, chosen, machine_options, prompts_option
 from draftsmith.common.command import CommandLine, before_imports, run_command
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import choose_device
 
@@ -72,7 +72,6 @@ from draftsmith.benchmarks.shortlist_figures import STATISTICS, WHOLE, Found, fi
 from draftsmith.benchmarks.tables import facts_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import PART, read_parts
 from draftsmith.inference.drafters.shortlists import Shortlists, check_router

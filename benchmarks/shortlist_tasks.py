@@ -28,7 +28,7 @@ from typing import Any
 from draftsmith.benchmarks.options import check_once, check_options, chosen, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_folder
-from draftsmith.inference.commands.options import check_prompts
+from draftsmith.inference.commands.prompts import Prompt, check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import choose_device
 
@@ -124,7 +124,6 @@ from draftsmith.benchmarks.tables import cell, facts_of, print_table, table_of, 
 from draftsmith.common.files import file_sha256, json_object, read_text, write_json, write_text
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.prompts import evaluation_prompts
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.dynaspec import read_parts
 from draftsmith.inference.drafters.eagle import EagleDrafter

@@ -26,7 +26,8 @@ from typing import Any
 from draftsmith.benchmarks.options import check_once, check_options, chosen, list_option, machine_options
 from draftsmith.common.command import CommandLine, before_imports, run_command
 from draftsmith.common.files import check_file
-from draftsmith.inference.commands.options import check_counts, check_prompts
+from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.prompts import Prompt, check_prompts, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.drafters.names import check_names
 
 ALL, TREE, FIXED, DYNAMIC = "all", "tree", "fixed tree", "dynamic tree"
@@ -105,7 +106,6 @@ from draftsmith.benchmarks.documents import markdown_table
 from draftsmith.benchmarks.tables import cell, error_bars, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import json_object, write_text
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import Prompt, encode_prompts, read_sets, with_later_turns
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.drafters.names import short_name

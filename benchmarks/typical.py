@@ -21,7 +21,8 @@ from typing import Any
 
 from draftsmith.benchmarks.options import check_once, chosen, list_option, prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.commands.options import check_counts, check_prompts
+from draftsmith.inference.commands.options import check_counts
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -61,7 +62,6 @@ from draftsmith.benchmarks.common import difference_of, steps_of, with_interval
 from draftsmith.benchmarks.tables import cell, facts_of, picture, print_table, table_of, write_report
 from draftsmith.common.files import check_folder
 from draftsmith.common.progress import ProgressBar
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
 from draftsmith.inference.load import load_drafter

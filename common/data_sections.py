@@ -16,6 +16,7 @@ from draftsmith.common.field_types import (
     Tokens,
     check_repository,
 )
+from draftsmith.common.files import SLICE
 from draftsmith.common.recipe import Section
 
 
@@ -32,7 +33,6 @@ class Answers(Section):
 
 
 LOCAL_FILES = (".json", ".jsonl", ".parquet", ".txt")
-SLICE = re.compile(r"train(?:\[(-?[0-9]{1,12}%?)?:(-?[0-9]{1,12}%?)?\])?")  # of a file's rows, as in ``datasets``
 
 
 class Source(Section):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SLICE = re.compile(r"train(?:\[(-?[0-9]{1,12}%?)?:(-?[0-9]{1,12}%?)?\])?")  # of a file's rows, as in ``datasets``
 _outputs = set[Path]()  # files that the user named for results, by check_file
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from draftsmith.common.command import first_line
-from draftsmith.common.data_sections import SLICE, Source
-from draftsmith.common.files import file_sha256, parse_json, read_text
+from draftsmith.common.files import SLICE, file_sha256, parse_json, read_text
 from draftsmith.data import sources
+
+if TYPE_CHECKING:
+    from draftsmith.common.data_sections import Source
 
 T = TypeVar("T")
 MOST_REASONS = 20  # counted separately; a template may give every row its own reason
@@ -129,7 +131,7 @@ def usable(
         yield place, result
 
 
-def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]:
+def rows(source: "Source", skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]:
     """The rows of a source, each with its place, and a text that changes when they do. Of a streamed source they begin
     after the first ``skip`` ones, and the text changes only with the source's description. A row that cannot be parsed
     is an :class:`UnusableRow`.
@@ -168,7 +170,7 @@ def rows(source: Source, skip: int = 0) -> tuple[Iterator[tuple[str, Any]], str]
         raise _unreadable(source, error) from None
 
 
-def _bounds(source: Source, stored: Callable[[], Iterator[Any]], skip: int) -> tuple[int, int | None]:
+def _bounds(source: "Source", stored: Callable[[], Iterator[Any]], skip: int) -> tuple[int, int | None]:
     """The numbers of the first row and of the one after the last, of the part that a file's split names, as
     ``datasets`` rounds them."""
     found = SLICE.fullmatch(source.split)
@@ -190,7 +192,7 @@ def _numbered(unplaced: Iterable[Any], before: int = 0) -> Iterator[tuple[str, A
 # ---- files
 
 
-def _files(source: Source) -> list[Path]:
+def _files(source: "Source") -> list[Path]:
     given = Path(source.source)
     files = [given] if os.path.isfile(given) else sorted(map(Path, glob.glob(source.source)))
     if not files:
@@ -199,7 +201,7 @@ def _files(source: Source) -> list[Path]:
 
 
 @contextmanager
-def _reading(source: Source, path: Path) -> Iterator[None]:
+def _reading(source: "Source", path: Path) -> Iterator[None]:
     """Turn errors of reading a file into one line."""
     try:
         yield
@@ -207,7 +209,7 @@ def _reading(source: Source, path: Path) -> Iterator[None]:
         raise ValueError(f"data source '{source.source}': {path} cannot be read ({error.strerror or error})") from None
 
 
-def _known(source: Source, files: list[Path]) -> str:
+def _known(source: "Source", files: list[Path]) -> str:
     """A hash of the files' contents; of streamed ones, of their sizes."""
     digest = hashlib.sha256()
     for path in files:
@@ -217,13 +219,13 @@ def _known(source: Source, files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _texts(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
+def _texts(source: "Source", files: list[Path]) -> Iterator[tuple[str, Any]]:
     for path in files:
         with _reading(source, path):
             yield f"file {path.name}", {"text": read_text(path, "text file in UTF-8")}
 
 
-def _stored(source: Source, files: list[Path]) -> Iterator[tuple[str, Any]]:
+def _stored(source: "Source", files: list[Path]) -> Iterator[tuple[str, Any]]:
     """Unparsed lines of .jsonl files, and elements of .json arrays (a .json file may hold lines as well)."""
     for path in files:
         of = f" of {path.name}" if len(files) > 1 else ""
@@ -295,7 +297,7 @@ def _reason(error: ValueError) -> UnusableRow:
 # ---- the Hub
 
 
-def _unreadable(source: Source, error: Exception) -> ValueError:
+def _unreadable(source: "Source", error: Exception) -> ValueError:
     """An error of ``datasets`` as one line, with advice for common causes."""
     message = first_line(error)
     kind = f"{type(error).__name__} {message}".replace(source.source, "").lower()  # a name may hold any of these words
@@ -313,7 +315,7 @@ def _unreadable(source: Source, error: Exception) -> ValueError:
     return ValueError(f"data source '{source.label}': cannot be read ({message}){advice}")
 
 
-def _guarded(source: Source, stream: Iterable[Any]) -> Iterator[Any]:
+def _guarded(source: "Source", stream: Iterable[Any]) -> Iterator[Any]:
     """The rows of a stream; its errors, which may come long after it was opened, are one line."""
     try:
         yield from stream

@@ -31,7 +31,8 @@ import math
 from pathlib import Path
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
-from draftsmith.inference.commands.options import check_counts, check_prompts, check_threads
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import check_names, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
@@ -68,7 +69,6 @@ if __name__ == "__main__":
 import torch
 
 from draftsmith.common.files import check_folder
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.drafters.load import read_named
 from draftsmith.inference.measure.step_costs import step_costs
 from draftsmith.inference.measure.tree_calibration import Settings, alone, calibrate, fastest_dynamic, read_held_out

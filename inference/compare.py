@@ -206,6 +206,17 @@ def main() -> None:
     with slow_imports():
         tables = [rows_of(a, each) for each in others]
 
+    if args.json:
+        figures = [
+            {
+                "report": str(b["path"]),
+                "warnings": warnings,
+                "figures": [{"kind": kind, "figure": figure, **found} for kind, figure, found in rows],
+            }
+            for (b, warnings, _), rows in zip(checked, tables, strict=True)
+        ]
+        write_json(args.json, {"a": str(a["path"]), "compared": figures})  # first: it must not be lost
+
     def name(letter: str, report: Mapping[str, Any]) -> None:
         console.print(
             f"{letter}: {report['drafter']} on {report['target']}, {report['path']}", markup=False, soft_wrap=True
@@ -220,15 +231,6 @@ def main() -> None:
         if speeds and a["command"] != b["command"]:
             console.print("tokens/s were measured at different times; speed-ups are over plain decoding at that time")
     if args.json:
-        figures = [
-            {
-                "report": str(b["path"]),
-                "warnings": warnings,
-                "figures": [{"kind": kind, "figure": figure, **found} for kind, figure, found in rows],
-            }
-            for (b, warnings, _), rows in zip(checked, tables, strict=True)
-        ]
-        write_json(args.json, {"a": str(a["path"]), "compared": figures})
         console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
 
 

@@ -379,7 +379,6 @@ def measure(
     reporting.print_texts(target, prompts[:shown], outputs[0][:shown], console, args.drafters[0], sources)
     reporting.print_table(reports, console)
     if args.report:
-        reporting.write_reports(reports, args.report, console)
         pages = render_pages(reports, decoders, prompts, kinds, options_of)
         reporting.write_pages(reports, pages, args.report, console)
     if any(report["lossless"] and not report["lossless"]["passed"] for report in reports):

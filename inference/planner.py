@@ -23,7 +23,8 @@ from pathlib import Path
 
 from draftsmith.common.command import CommandLine, available_cores, before_imports, counted, run_command
 from draftsmith.common.files import check_file
-from draftsmith.inference.commands.options import check_counts, check_prompts, check_threads
+from draftsmith.inference.commands.options import check_counts, check_threads
+from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
 from draftsmith.inference.drafters.names import SELECTORS, TRIED, check_names
 from draftsmith.models.files.locate import known_folder
 from draftsmith.models.options import DECODERS, target_arguments, target_options
@@ -83,7 +84,6 @@ import torch
 
 from draftsmith.common.files import write_json
 from draftsmith.inference.commands.memory import check_memory
-from draftsmith.inference.commands.prompts import encode_prompts, read_prompts
 from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.measure.drafter_plans import candidates, plan_drafters
 from draftsmith.inference.measure.plan_figures import draw, print_drafter_plan, print_plan

@@ -27,7 +27,8 @@ from draftsmith.models.artifact import part_folders
 from draftsmith.train import checkpoint, sharded
 
 _MARK, _LOCK = ".run", ".lock"
-_OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
+# A folder that holds only these is empty. Another run's answers and features may be copied into it.
+_OWN = {_LOCK, _MARK, _MARK + ".tmp", "answers", "features"}
 # What --restart deletes.
 _FILES = (
     *("metrics.jsonl", "training.html", "model.safetensors", "config.json", "tree.json", "wandb_id"),

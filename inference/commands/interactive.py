@@ -15,10 +15,9 @@ from draftsmith.common.command import interruptible
 from draftsmith.data.chat import encode_prompt
 from draftsmith.data.formats import Message
 from draftsmith.inference.commands.prompts import Prompt
-from draftsmith.inference.commands.terminal import console, end_text, legend, separate_text, shows_colours, write_text
+from draftsmith.inference.commands.terminal import Answer, console, legend, separate_text, shows_colours
 from draftsmith.inference.engine.engine import Generation, SpeculativeDecoder
-from draftsmith.inference.engine.text import TextStream, visible
-from draftsmith.models.target import Target
+from draftsmith.inference.engine.text import visible
 
 # Prompt → the arguments of SpeculativeDecoder.generate beside it; with numbers of samples, those of so many texts.
 Options = Callable[..., dict[str, Any]]
@@ -26,28 +25,6 @@ WARM_UP = 8  # tokens of a prompt, and steps, that run before a timed answer
 SHOWN_LINES = 8  # of a prompt, above its answer
 _HELP = "/reset begins a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 _HELP_RAW = "/exit or Ctrl-D leaves, Ctrl-C stops a text"
-
-
-class Answer:
-    """An answer that is written to stdout as it grows, without its stop token's text or stop string."""
-
-    def __init__(self, target: Target, stop_strings: Sequence[str] = ()) -> None:
-        self.text = TextStream(target.tokenizer, stop_strings, target.stop_ids)
-        self.shown, self.last = 0, ""
-
-    def _write(self, piece: str, drafted: int) -> None:
-        write_text(piece, drafted=drafted)
-        self.last = piece or self.last
-
-    def show(self, result: Generation) -> None:
-        """Write what is new."""
-        for token, drafted_by in zip(result.tokens[self.shown :], result.drafted_by[self.shown :], strict=False):
-            self._write(self.text.add([token]), drafted_by)
-        self.shown = len(result.tokens)
-
-    def end(self) -> None:
-        self._write(self.text.end(), 0)
-        end_text(self.last)
 
 
 def answer(

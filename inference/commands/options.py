@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 # Those after the repetition penalty change greedy texts, too: by themselves they mean temperature 0.
@@ -42,15 +41,6 @@ def check_logprobs(args: argparse.Namespace) -> None:
             "--logprobs is shown below texts of --prompt, --interactive and --live, which measure nothing, and written "
             "into --answers; leave it out"
         )
-
-
-def check_prompts(path: Path | None) -> None:
-    """Read prompts before torch is imported, so that what is wrong with them is said at once. None and pipes, which can
-    be read only once, are left to the command."""
-    if path is not None and (path.is_file() or path.is_dir() or not os.path.lexists(path)):
-        from draftsmith.inference.commands.prompts import read_prompts  # --help needs none of it
-
-        read_prompts(path)
 
 
 def check_threads(threads: int | None) -> None:

@@ -1,6 +1,7 @@
 """Prompts: read from JSON lines or parquet, rendered by the target's chat template, encoded, and checked against its
 context."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -134,6 +135,13 @@ def read_sets(paths: Sequence[Path], most: int | None = None) -> list[Prompt]:
                 prompt = replace(prompt, kind=path.stem)
             found.append(prompt)
     return found
+
+
+def check_prompts(path: Path | None) -> None:
+    """Read prompts before torch is imported, so that what is wrong with them is said at once. None and pipes, which can
+    be read only once, are left to the command."""
+    if path is not None and (path.is_file() or path.is_dir() or not os.path.lexists(path)):
+        read_prompts(path)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:

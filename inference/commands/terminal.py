@@ -8,12 +8,17 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
-from draftsmith.inference.engine.text import visible
+from draftsmith.inference.engine.text import TextStream, visible
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine.request import Generation
+    from draftsmith.models.target import Target
 
 _WIDE = 10_000  # columns: nothing is wrapped
 _LONGEST = 40  # columns of a word that is kept together
@@ -144,3 +149,25 @@ def end_text(text: str) -> None:
     if stream is not None:
         stream.write("\n")
         stream.flush()
+
+
+class Answer:
+    """An answer that is written to stdout as it grows, without its stop token's text or stop string."""
+
+    def __init__(self, target: "Target", stop_strings: Sequence[str] = ()) -> None:
+        self.text = TextStream(target.tokenizer, stop_strings, target.stop_ids)
+        self.shown, self.last = 0, ""
+
+    def _write(self, piece: str, drafted: int) -> None:
+        write_text(piece, drafted=drafted)
+        self.last = piece or self.last
+
+    def show(self, result: "Generation") -> None:
+        """Write what is new."""
+        for token, drafted_by in zip(result.tokens[self.shown :], result.drafted_by[self.shown :], strict=False):
+            self._write(self.text.add([token]), drafted_by)
+        self.shown = len(result.tokens)
+
+    def end(self) -> None:
+        self._write(self.text.end(), 0)
+        end_text(self.last)

@@ -16,8 +16,7 @@ from rich.table import Table
 
 from draftsmith.common.command import counted
 from draftsmith.common.files import replacing, write_json
-from draftsmith.inference.commands.interactive import Answer
-from draftsmith.inference.commands.terminal import legend, separate_text, shows_colours
+from draftsmith.inference.commands.terminal import Answer, legend, separate_text, shows_colours
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import decode_text, visible
@@ -337,29 +336,22 @@ def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> li
     return [*own, folder] if number == 0 else own
 
 
-def write_figures(reports: Sequence[dict[str, Any]], folder: Path) -> list[tuple[dict[str, Any], Path]]:
-    """Write report.json of each drafter; returns each report and its folder."""
-    places = [(report, each) for n, report in enumerate(reports) for each in _folders(reports, n, folder)]
-    for report, place in places:
-        place.mkdir(parents=True, exist_ok=True)
-        write_json(place / "report.json", report)
-    return places
-
-
-def write_reports(reports: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
-    """Write report.json and report.png of each drafter, all figures before the first picture."""
-    for report, place in write_figures(reports, folder):
-        plot(report, place / "report.png")
-        console.print(f"wrote {place / 'report.json'} and report.png", markup=False, soft_wrap=True)
+def write_figures(reports: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write report.json of each drafter."""
+    for number, report in enumerate(reports):
+        for place in _folders(reports, number, folder):
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(place / "report.json", report)
 
 
 def write_pages(reports: Sequence[dict[str, Any]], pages: Sequence[str], folder: Path, console: Console) -> None:
-    """Write report.html of each drafter, beside its report."""
+    """Write report.png and report.html of each drafter, beside its figures."""
     for number, page in enumerate(pages):
         for place in _folders(reports, number, folder):
+            plot(reports[number], place / "report.png")
             with replacing(place / "report.html") as temporary:
                 temporary.write_text(page, encoding="utf-8")
-            console.print(f"wrote {place / 'report.html'}", markup=False, soft_wrap=True)
+            console.print(f"wrote {place / 'report.html'}, report.json and report.png", markup=False, soft_wrap=True)
 
 
 @contextmanager

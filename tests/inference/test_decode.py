@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import t as t_distribution
 
 from draftsmith.inference import calibrate
-from draftsmith.inference.commands import interactive
+from draftsmith.inference.commands import interactive, terminal
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters import load
 from draftsmith.inference.drafters.names import short_name
@@ -345,7 +345,7 @@ def test_one_prompt(run_decode, drafter, target, tmp_path, raw, measured):
     prompt = (Prompt("def f(") if raw else user("def f(")).encode(target)
     (result,) = SpeculativeDecoder(target).generate([prompt], 9)
     assert (code, out) == (0, decode_text(target.tokenizer, result.tokens))
-    assert ("tokens in" in err) != measured and (f"wrote {tmp_path / 'report.json'}" in err) == measured
+    assert ("tokens in" in err) != measured and (f"wrote {tmp_path / 'report.html'}, report.json" in err) == measured
     if measured:
         assert json.loads((tmp_path / "report.json").read_text())["prompts"] == 1
         assert "identical to plain greedy decoding" in err
@@ -516,15 +516,15 @@ def test_a_template_that_refuses_a_message_ends_nothing(talk, target, tiny_lm, t
 def test_ctrl_c_stops_an_answer(talk, drafter, target, monkeypatch):
     """What was written until then is part of the conversation, and the decoder is as good as new."""
     (full,) = converse(target, ["a = 1"], 40)
-    write, written = interactive.write_text, []
+    write, written = terminal.write_text, []
 
-    def press(text, *, drafted):
+    def press(text, drafted=0):
         write(text, drafted=drafted)
         written.append(text)
         if len(written) == 4:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(interactive, "write_text", press)
+    monkeypatch.setattr(terminal, "write_text", press)
     before = signal.getsignal(signal.SIGINT)
     code, out, err = talk(b"a = 1\nb = 2", f"{drafter} --max-new-tokens 40")
     assert code == 0 and "ended by Ctrl-C" in err and err.count("tokens in") == 2 and "interrupted" not in err

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from draftsmith.inference.commands import interactive
+from draftsmith.inference.commands import terminal
 from draftsmith.inference.engine.engine import Generation
 from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.measure import report
@@ -139,8 +139,8 @@ def shown(monkeypatch):
 
     def write(tokenizer, tokens, drafted_by):
         pieces = []
-        monkeypatch.setattr(interactive, "write_text", lambda text, drafted: pieces.append((text, drafted)))
-        answer = interactive.Answer(SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset()))
+        monkeypatch.setattr(terminal, "write_text", lambda text, drafted: pieces.append((text, drafted)))
+        answer = terminal.Answer(SimpleNamespace(tokenizer=tokenizer, stop_ids=frozenset()))
         answer.show(Generation(tokens, drafted_by=drafted_by))
         answer.end()
         return [piece for piece in pieces if piece[0]]
@@ -222,20 +222,16 @@ def test_table_and_plot_by_kind_of_text(tmp_path):
 
 
 def test_any_text_can_be_drawn(tmp_path, recwarn):
-    """Names that would be formulas, or that the font has not; none of the figures waits for a picture."""
+    """Names that would be formulas, or that the font has not."""
     names = [r"cat $\foo$", "中文", "عربي"]
     kinds = {name: report_of("", "", [Generation([1, 2, 3, 4], [2, 1])]) | {"speedup": 1.25} for name in names}
     each = report_of(r"runs/$\no$", r"a/$_{$", [Generation([1], [], "length")]) | {"kinds": kinds}
-    report.write_reports([each, each | {"drafter": "ngram"}], tmp_path, recorded(80))
+    reports = [each, each | {"drafter": "ngram"}]
+    report.write_figures(reports, tmp_path)
+    assert len([*tmp_path.rglob("report.json")]) == 3
+    report.write_pages(reports, ["", "page"], tmp_path, recorded(80))
     assert len([*tmp_path.rglob("report.png")]) == 3 and not recwarn.list
-
-    def fails(*given):
-        raise ValueError("cannot be drawn")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="drawn"):
-        patch.setattr(report, "plot", fails)
-        report.write_reports([each, each | {"drafter": "ngram"}], tmp_path / "again", recorded(80))
-    assert len([*(tmp_path / "again").rglob("report.json")]) == 3
+    assert [path.read_text() for path in tmp_path.rglob("report.html")].count("page") == 1
 
 
 def test_rows_have_the_name_that_was_typed():
