@@ -59,7 +59,6 @@ from draftsmith.models.adapter import target_of
 from draftsmith.models.artifact import read_drafter, read_json, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
-from draftsmith.train import folders
 from draftsmith.train.medusa import SIMULATED_NODES
 from draftsmith.train.sections.medusa import MedusaRecipe
 
@@ -75,7 +74,7 @@ def ways(steps: int, recipe: MedusaRecipe) -> dict[str, list[str]]:
     """
     heads, joint = (stage.model_dump(mode="json") for stage in recipe.stages)
     # No KL limit applies then, so that the weights are chosen by τ alone, however far the target has moved.
-    weights = {"loss": "ce", "head_weight": 0.2, "ramp": "constant", "max_kl": 100.0}
+    weights = {"loss": "ce", "head_weight": 0.2, "ramp": "constant", "ramp_steps": None, "max_kl": 100.0}
     loose = {**joint, "joint": joint["joint"] | weights}
 
     def stages(*entries: tuple[dict[str, Any], int]) -> str:
@@ -101,8 +100,6 @@ def train(recipe: str, out: Path, name: str, steps: int, overrides: list[str]) -
         return folder
     if not (folder / "answers").exists():  # the same for all, and made by the first
         for other in sorted(out.glob("*/answers")):
-            with folders.held(folder, "medusa"):  # a run already, so that its command takes what is in it
-                pass
             shutil.copytree(other, folder / "answers")
             break
     command = [sys.executable, "train/medusa.py", *given, "--resume"]
