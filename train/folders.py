@@ -27,8 +27,8 @@ from draftsmith.models.artifact import part_folders
 from draftsmith.train import checkpoint, sharded
 
 _MARK, _LOCK = ".run", ".lock"
-# A folder that holds only these is empty. Another run's answers and features may be copied into it.
-_OWN = {_LOCK, _MARK, _MARK + ".tmp", "answers", "features"}
+_OWN = {_LOCK, _MARK, _MARK + ".tmp"}  # a folder that holds only these is empty
+_COPIED = {"answers", "features"}  # may be copied from another run before; in each sub-folder is what was asked for
 # What --restart deletes.
 _FILES = (
     *("metrics.jsonl", "training.html", "model.safetensors", "config.json", "tree.json", "wandb_id"),
@@ -70,7 +70,8 @@ def held(folder: Path, kind: str, main: bool = True) -> Iterator[None]:
 
 def _check(folder: Path, kind: str) -> None:
     try:
-        there = sorted(set(os.listdir(folder)) - _OWN)
+        copied = {name for name in _COPIED if all((each / "asked.json").is_file() for each in folder.glob(f"{name}/*"))}
+        there = sorted(set(os.listdir(folder)) - _OWN - copied)
     except FileNotFoundError:
         return
     found = str(json_object(folder / _MARK, "run's mark").get("kind")) if (folder / _MARK).exists() else None

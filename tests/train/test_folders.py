@@ -39,7 +39,10 @@ def names(folder: Path) -> set[str]:
 
 def test_a_new_run(tmp_path):
     folder = tmp_path / "a/b"
-    (folder / "answers").mkdir(parents=True)  # another run's, to save time
+    (folder / "features/0").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"is no run but holds other things \(features\)"):
+        enter(folder, "medusa")  # somebody's, which it would delete
+    (folder / "features/0/asked.json").touch()  # another run's, to save time
     with held(folder, "medusa"):
         assert begin(folder, False, False) is False
         assert begin(folder, True, False) is False, "nothing there: it begins"
