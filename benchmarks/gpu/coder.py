@@ -16,7 +16,7 @@ interrupted and the next one uses what is there:
     decode     plain decoding, the drafters that have a tree, n-grams and merges, on all four sets: report/
     same-bits  the same for a few prompts with DRAFTSMITH_SAME_BITS=1: every token compared with plain decoding
     curve      training on shares of the answers, --share (0.5b: four; 1.5b: none): folders eagle3-0.33M, …
-    pack       drafters and answers, in pieces of 16 MB at most: pack/
+    pack       drafters and answers, in five pieces of 16 MB at most: pack/; drafters of the curve as far as they fit
 
 Whatever has been done is not done again. stages.json has what each took and how it ended, DIR/STAGE.log its output.
 --toy: on a CPU, for the tiny target. Exit codes: 0 each stage made something; 1 one did not; 2 bad input.
@@ -49,7 +49,7 @@ PER_SET = 8  # prompts of each set that are decoded
 GRACE = 20  # seconds between an interrupt and a kill
 AROUND = 35  # seconds of a training run for loading, the last evaluation and writing, and for what those take longer
 HELD_OUT = 256  # conversations, or a tenth
-PIECE = 16_000_000  # bytes
+PIECE, PIECES = 16_000_000, 5  # bytes, and how many of them
 CHECKED = ("--check-lossless", "--seconds")
 FAMILIES = {"medusa": "medusa", "eagle3": "eagle", "dflash": "dflash", "peagle": "eagle"}  # with what trains them
 USUAL = ("eagle3", "medusa")
@@ -192,12 +192,17 @@ class Bundle:
 
     def pack(self) -> list[Job]:
         """Drafters without checkpoints, and the answers, as pieces of one archive."""
-        names = [path.parent.name for path in sorted(self.out.glob("*/config.json"))]
         files = [
             name
             for name in ("train.jsonl", "held.jsonl", "data.json", "stages.json", "report")
             if (self.out / name).exists()
         ]
+        left = PIECES * PIECE - sum((self.out / name).stat().st_size for name in files) / 3  # text, compressed
+        names, others = list[str](), [path.parent.name for path in sorted(self.out.glob("*/config.json"))]
+        for name in sorted(others, key=lambda name: name not in FAMILIES):
+            left -= sum(path.stat().st_size for path in (self.out / name).glob("*.safetensors"))
+            if left > 0:
+                names.append(name)
         archive, left_out = self.out / "drafters.tar.xz", "--exclude=checkpoints"
         packed = shlex.join(["tar", "-C", str(self.out), left_out, "-c", *files, *names])
         cut = shlex.join(

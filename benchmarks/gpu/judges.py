@@ -7,7 +7,7 @@ speed. Goals of time: kernel_judges.py.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,17 @@ CODER_GOALS = {  # on HumanEval: × plain decoding, and τ
 }
 
 
+def slower(speeds: Mapping[str, float | None]) -> list[str]:
+    """Of the speeds × plain by drafter: those of n-grams alone below 0.97, and merges with n-grams below 0.97 × the
+    drafter without them."""
+    bars = {name: 1.0 if name == "ngram" else speeds.get(name.removesuffix("+ngram")) or 0.0 for name in speeds
+            if name.endswith("ngram")}  # fmt: skip
+    return [name for name, bar in bars.items() if (speeds[name] or 0.0) < 0.97 * bar]
+
+
 def judge_coder(part: str) -> Judge:
-    """What benchmarks/gpu/coder.py decoded, on all four sets and on HumanEval; no text may differ."""
+    """What benchmarks/gpu/coder.py decoded, on all four sets and on HumanEval; no text may differ, and n-grams may not
+    slow decoding down by more than 3 %."""
 
     def judge(out: Path, rehearsal: bool) -> Finding:
         folder = out / part
@@ -155,6 +164,9 @@ def judge_coder(part: str) -> Judge:
             shown.append(f"{name}: {told(report)}, HumanEval {speed or 0:.2f} × at τ {tau:.2f}")
             if goal := CODER_GOALS[part].get(name):
                 met.append((speed or 0) >= goal[0] and tau >= goal[1])
+        slow = slower({name: report["speedup"] for name, report in reports.items()})
+        shown += [f"{name} is slower than without n-grams" for name in slow]
+        met += [False] * bool(slow)
         data = json_object(folder / "data.json")
         shown.append(f"{data['answer_tokens']:,} answer tokens")
         return Finding(

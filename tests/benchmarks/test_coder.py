@@ -1,6 +1,7 @@
 """The driver of the runs on a GPU: what is trained on, how long commands may take, and what it refuses."""
 
 import json
+import shlex
 import sys
 import time
 from itertools import accumulate
@@ -171,6 +172,20 @@ def test_families(bundle, tmp_path):
     drafters = made.decode()[0].words[3:8]
     alone = [str(tmp_path / "out" / name) for name in ("eagle3", "dflash")]
     assert drafters == [*alone, "ngram", *(f"{name}+ngram" for name in alone)]
+
+
+def test_what_is_packed(bundle, tmp_path, monkeypatch):
+    """Answers and drafters; of those of the curve what fits into the pieces."""
+    monkeypatch.setattr(coder, "PIECE", 100)
+    names = ("curve-a", "eagle3", "medusa", "zz-curve")
+    for name in names:
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "config.json").write_text("{}")
+        (tmp_path / "out" / name / "model.safetensors").write_bytes(b"x" * 120)
+    (tmp_path / "out/train.jsonl").write_text("x" * 300)
+    (job,) = bundle().pack()
+    words = shlex.split(job.words[2].partition("|")[0])
+    assert words[words.index("-c") + 1 :] == ["train.jsonl", "eagle3", "medusa", "curve-a"]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from draftsmith.benchmarks.gpu import processes, results
 from draftsmith.benchmarks.gpu import run as gpu
 from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in, needs_of
 from draftsmith.benchmarks.gpu.judges import Finding
+from draftsmith.benchmarks.gpu.coder import PIECES
 from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, seconds_of, with_needed
 from draftsmith.common.recipe import read_recipe
 
@@ -455,6 +456,15 @@ def test_figures_that_are_missing(tmp_path):
 
 
 # ---- commands and goals
+
+
+def test_files_that_come_back():
+    """At most eight of a bundle, its table and its archive among them; of weights all that one packs."""
+    for names in BUNDLES.values():
+        brought = [name for one in PARTS if one.name in names for name in one.brings]
+        assert len(brought) + 2 <= 8
+        if any("coder" in name for name in names):
+            assert len(brought) == PIECES + 1
 
 
 def test_every_command_can_be_typed(run_main, tmp_path):

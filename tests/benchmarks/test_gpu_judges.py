@@ -266,6 +266,26 @@ def test_serving(tmp_path, write):
             judges.judge_serving(tmp_path, False)
 
 
+def test_coder(tmp_path, write):
+    """Goals on HumanEval; n-grams alone, and beside a drafter, cost at most 3 %."""
+
+    def judged(**speeds):
+        humaneval = {"speedup": 1.95, "mean_accepted_length": 2.1}
+        for name, speed in speeds.items():
+            drafter = "+".join(f"runs/{each}" if each != "ngram" else each for each in name.split("_"))
+            report = REPORT | {"drafter": drafter, "speedup": speed, "kinds": {"humaneval": humaneval}}
+            write(f"coder-0.5b/report/{name}/report.json", report)
+        write("coder-0.5b/data.json", {"answer_tokens": 1000})
+        return judges.judge_coder("coder-0.5b")(tmp_path, False)
+
+    found = judged(eagle3=1.5, eagle3_ngram=1.46, medusa=1.3, medusa_ngram=1.5, ngram=0.97)
+    assert found.met and not found.missing and "n-grams" not in found.value
+    for name, speed in (("eagle3_ngram", 1.45), ("ngram", 0.96)):
+        found = judged(**{"eagle3_ngram": 1.46, "ngram": 0.97, name: speed})
+        assert not found.met and f"{name.replace('_', '+')} is slower than without n-grams" in found.value
+        assert found.value.count("slower") == 1
+
+
 def test_budget_and_magicdec(tmp_path, write):
     """The lower ends of the intervals are judged, over all kinds of text; the best setting is shown; steps run in
     graphs."""
