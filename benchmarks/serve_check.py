@@ -137,8 +137,13 @@ def damage(folder: Path, how: str, layers: int) -> None:
         for name in biases:
             weights[name].zero_()
     elif how == "shifted-layers" and "norm.weight" in weights:
-        given = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
-        config["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in given]
+        names = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # DFlash's two
+        place, name = next(
+            ((each, name) for each in (config.get("dflash_config", {}), config) for name in names if name in each),
+            (config, names[2]),
+        )
+        given = place.get(name) or [2, layers // 2, layers - 3]
+        place[name] = [layer - 1 for layer in given]
         card, later = folder / "README.md", " ".join(map(str, given))  # OpenVINO takes the list in the card's command
         listed = r'(?<=<hidden_layers_list value=")[\d ]+'
         write_text(card, re.sub(listed, later, read_text(card, "model card")))

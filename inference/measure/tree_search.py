@@ -30,7 +30,7 @@ from draftsmith.inference.measure.tree_statistics import (
     trees_of,
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
-from draftsmith.inference.trees.independent import Confidence, IndependentTree
+from draftsmith.inference.trees.independent import Confidence, IndependentTree, deepest
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.target import Target
 
@@ -203,11 +203,8 @@ def simulate_dynamic(
         depth, top = log_q.shape[1:]
         if nodes > 1 + top + (depth - 1) * top**2:
             break
-        shape = DynamicShape(top, depth, nodes)
-        try:
-            tree = IndependentTree(shape, torch.device("cpu"), confidence)
-        except ValueError:  # more paths than a step can choose from: of blocks of 16, say
-            break
+        shape = deepest(DynamicShape(top, depth, nodes))
+        tree = IndependentTree(shape, torch.device("cpu"), confidence)
         committed = [
             tokens
             for (each, own), begins in zip(counted, at, strict=True)

@@ -17,7 +17,8 @@ Shape letters: B rows, D depth, R ranks, N nodes, M possible paths, the root's i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -99,6 +100,16 @@ def possible_paths(shape: DynamicShape) -> list[Ranks]:
                 f"than {MAX_PATHS} paths to choose from in each step; make one of them smaller"
             )
     return found
+
+
+def deepest(shape: DynamicShape) -> DynamicShape:
+    """The shape, if need be of fewer levels: of drafts of 16 tokens and 64 nodes, say, there are too many paths."""
+    while shape.depth > 1:
+        with suppress(ValueError):
+            possible_paths(shape)
+            break
+        shape = replace(shape, depth=shape.depth - 1)
+    return shape
 
 
 Given = tuple[Topology | DynamicShape, list[float] | None, Confidence | None]

@@ -21,8 +21,8 @@ from draftsmith.benchmarks.gpu import judges as gpu_judges
 from draftsmith.benchmarks.gpu import processes, results
 from draftsmith.benchmarks.gpu import run as gpu
 from draftsmith.benchmarks.gpu.closure import behind, fingerprint, installed_in, needs_of
-from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.coder import PIECES
+from draftsmith.benchmarks.gpu.judges import Finding
 from draftsmith.benchmarks.gpu.parts import BUNDLES, PACKAGES, PARTS, UNUSED, Part, seconds_of, with_needed
 from draftsmith.common.recipe import read_recipe
 

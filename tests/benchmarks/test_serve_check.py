@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from blocks import untrained_block
 from exported_logits import difference
 from torch import nn
 
@@ -140,6 +141,26 @@ def test_damage_is_none_that_the_contract_finds(served, tmp_path, how):
             assert difference(tmp_path, source.drafter, target) < 1e-2
     with pytest.raises(ValueError, match="no such place"):
         damage(tmp_path, "no-bias", 12)
+
+
+@pytest.mark.parametrize(
+    ("to", "places"),
+    [("vllm", ("dflash_config", "target_layer_ids")), ("speculators", ("aux_hidden_state_layer_ids",))],
+)
+def test_shifted_layers_of_a_block_drafter(served, tmp_path, to, places):
+    """In the field that each form has for them, and nothing else."""
+    target, *_ = served
+    block = untrained_block(target)
+    write_drafter(tmp_path / "mine", "dflash", block.config.to_dict(), block.state_dict(), target, {})
+    to_servers.export(open_source(str(tmp_path / "mine"), to), to, tmp_path / "out")
+    before = json.loads((tmp_path / "out/config.json").read_text())
+    damage(tmp_path / "out", "shifted-layers", 12)
+    after = json.loads((tmp_path / "out/config.json").read_text())
+    *path, name = places
+    for wanted, own in ((before[path[0]], after[path[0]]) if path else (before, after),):
+        assert own[name] == [layer - 1 for layer in wanted[name]] and len(own[name]) > 1
+        own[name] = wanted[name]
+    assert after == before
 
 
 def test_shifted_layers_are_those_of_openvinos_card(served, tmp_path):

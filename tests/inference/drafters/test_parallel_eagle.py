@@ -4,18 +4,23 @@ family's folder, calibration and simulated τ."""
 import copy
 import itertools
 import json
+from collections import Counter
+from dataclasses import replace
 
 import lossless_suite as suite
 import pytest
 import torch
+from blocks import untrained_block
 from draws import occurs
 from eagles import TREES, fitted, untrained
 from kept_texts import KeepsTexts
 from lossless_suite import NONE, STARTS
 
 from draftsmith.inference import calibrate
+from draftsmith.inference.drafters.dflash import DFlashDrafter
 from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.drafters.eagle_layer import EagleLayer
+from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter, drafter_of
 from draftsmith.inference.engine.answers import answer
 from draftsmith.inference.engine.budget import Budget
@@ -26,9 +31,11 @@ from draftsmith.inference.measure.tree_statistics import eagle_ranks, simulate
 from draftsmith.inference.trees.by_level import LevelPass
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import RankTree
+from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.artifact import write_drafter
 from draftsmith.models.eagle import Eagle
+from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 
 
@@ -80,6 +87,55 @@ def test_the_engines_logits_are_the_training_forwards(make_target, kind, tree, s
     assert [result.tokens for result in results] == suite.plain_texts(target, requests)
     assert drafter.seen["checked"] > 20
     occurs(all(drafter.seen[length] for length in range(4)), str(drafter.seen))
+
+
+@pytest.mark.parametrize(
+    "tree", [Topology(((0,), (0, 0), (1,), (1, 2))), DynamicShape(4, 3, 12)], ids=["fixed", "dynamic"]
+)
+@pytest.mark.parametrize("family", ["medusa", "dflash", "p-eagle"])
+def test_nodes_have_the_highest_scores(make_target, family, tree):
+    """Coupled sampling, all drafters of one pass: each depth's tokens are the best by their scores, that is with the
+    noise by which the target chooses, not by probability alone."""
+    target, seen = make_target("llama"), Counter[str]()
+    if family == "medusa":
+        heads = MedusaHeads.for_target(target, 3, 1, "own").requires_grad_(False)
+        torch.nn.init.normal_(heads.weight, std=0.3)
+        drafter = MedusaDrafter(heads, tree, target)
+    elif family == "dflash":
+        drafter = DFlashDrafter(untrained_block(target), tree, target)
+    else:
+        drafter = ParallelEagleDrafter(untrained(target, "parallel"), target, tree)
+    logits, ran, propose = drafter._logits, [], drafter.propose
+    drafter._logits = lambda hidden: ran.append(logits(hidden)) or ran[-1]
+    drafter.head = replace(drafter.head, logits=drafter._logits)
+
+    def checked(state):
+        found = propose(state)
+        (scores, ids), depths = ran[-1], torch.arange(drafter.max_depth)
+        log_p, best = state.noise.draft(scores, depths, 4, ids)
+        plain = scores.topk(4).indices if ids is None else ids[scores.topk(4).indices]
+        for row in range(len(state.root)):
+            paths = [()]  # tokens
+            for node in range(1, found.tokens.shape[1]):
+                paths.append((*paths[int(found.parent[row, node])], int(found.tokens[row, node])))
+            if isinstance(tree, Topology):
+                wanted = [tuple(int(best[row, depth, rank]) for depth, rank in enumerate(path)) for path in tree.paths]
+                assert paths[1:] == wanted
+            else:
+                values = {(): 0.0}
+                for depth in range(3):
+                    level = [path for path in values if len(path) == depth]
+                    more = zip(best[row, depth].tolist(), log_p[row, depth].tolist(), strict=True)
+                    values |= {(*path, token): values[path] + value for token, value in more for path in level}
+                assert {*paths} == {*sorted(values, key=values.__getitem__)[-12:]}
+            seen["rows"] += 1
+            seen["others than by probability"] += not torch.equal(best[row], plain[row])
+        return found
+
+    drafter.propose = checked
+    requests = [Request(start, 12, Sampling(seed=number, temperature=0.9), NONE) for number, start in enumerate(STARTS)]
+    SpeculativeDecoder(target, drafter).serve(requests, 3, mode="sample")
+    occurs(seen["others than by probability"] > seen["rows"] / 2 > 10, str(seen))
 
 
 @pytest.mark.parametrize("family", ["parallel", "levels", "draft model"])

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_models import paths_of
 
 from draftsmith.inference.trees import independent
 from draftsmith.inference.trees.dynamic import DynamicShape
-from draftsmith.inference.trees.independent import Confidence, IndependentTree, possible_paths, read_confidence
+from draftsmith.inference.trees.independent import Confidence, IndependentTree, deepest, possible_paths, read_confidence
 
 CPU = torch.device("cpu")
 SIZES = [(1, 1, 2), (1, 4, 4), (3, 1, 3), (2, 3, 10), (10, 4, 16), (10, 4, 33), (4, 7, 40), (16, 3, 65)]
@@ -106,6 +107,11 @@ def test_too_many_paths(monkeypatch):
     assert len(possible_paths(DynamicShape(3, 3, 8))) <= 50
     with pytest.raises(ValueError, match="with top_k 10, depth 4 and nodes 32 there are more than 50 paths to choose"):
         possible_paths(DynamicShape(10, 4, 32))
+    assert deepest(DynamicShape(3, 3, 8)) == DynamicShape(3, 3, 8)
+    found = deepest(DynamicShape(10, 4, 16))
+    assert found == DynamicShape(10, found.depth, 16) and 1 < found.depth < 4
+    with pytest.raises(ValueError, match="more than 50 paths"):
+        possible_paths(replace(found, depth=found.depth + 1))
 
 
 def test_confidence():
