@@ -162,7 +162,7 @@ class Server:
         ``options``: further fields of the request: temperature, max_tokens, …
         Raises RequestFailed: no answer after all retries, or the failure is not temporary."""
         asked = {"messages": list(messages), "stream": False, **options}
-        return self.stating(asked, self._retried, NO_EFFECT | TOKEN_IDS)
+        return self.stating(asked, lambda body: self.retried(lambda: self._post(body)), NO_EFFECT | TOKEN_IDS)
 
     def stating(
         self, fields: Mapping[str, Any], send: Callable[[bytes], T], optional: Mapping[str, Any] = NO_EFFECT
@@ -186,11 +186,11 @@ class Server:
                 self.not_sent, self.taken = self.not_sent | not_sent, self.taken | stated.keys()
                 return found
 
-    def _retried(self, body: bytes) -> Answer:
-        """The answer to a request, sent again after failures that may be temporary."""
+    def retried(self, send: Callable[[], T]) -> T:
+        """What ``send`` returns, called again after failures that may be temporary. Raises RequestFailed: the last."""
         for attempt in range(self.retries + 1):
             try:
-                return self._post(body)
+                return send()
             except RequestFailed as error:
                 if not error.retry or attempt == self.retries or self.stopped.is_set():
                     raise

@@ -115,6 +115,11 @@ class Target:
         return context_of(self.config)
 
     @property
+    def longest(self) -> int:
+        """The tokens that a sample may have whose features are wanted."""
+        return self.context
+
+    @property
     def device(self) -> torch.device:
         return self.model.device
 
@@ -167,10 +172,14 @@ class Target:
         hidden = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         return hidden.to(tokens.device)  # a spread target may end on another device
 
+    def spread_ids(self) -> list[int]:
+        """32 tokens from all of the vocabulary."""
+        return [number * (self.vocab_size // 32) for number in range(32)]
+
     @torch.no_grad()
     def hidden_scale(self) -> float:
         """The root mean square of the last hidden states' entries, after the final norm, which sets it."""
-        tokens = torch.arange(32, device=self.device)[None] * (self.vocab_size // 32)
+        tokens = torch.tensor([self.spread_ids()], device=self.device)
         plain = cast(Any, self.decoder).config._attn_implementation in ("eager", "sdpa")  # not the engine's
         with nullcontext() if plain else self.attention("sdpa"):
             hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state

@@ -291,10 +291,10 @@ def rows_of(recipe: DrafterRecipe, which: Literal["train", "validation"], target
 
 def check_context(target: Target, source: Source, has: str, longest: int) -> None:
     """Raises ValueError: a sample of the source has, or may have, more tokens than the target's positions."""
-    if longest > target.context:
+    if longest > target.longest:
         raise ValueError(
-            f"data source '{source.label}': a sample {has} {longest:,} tokens, and the target has {target.context:,} "
-            f"positions; set data.max_length={target.context}, or lower"
+            f"data source '{source.label}': a sample {has} {longest:,} tokens, and the target has {target.longest:,} "
+            f"positions; set data.max_length={target.longest}, or lower"
         )
 
 

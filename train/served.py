@@ -74,9 +74,13 @@ class ServedTarget(Target):
         super().__init__(*facts, older_fingerprint=ends.older_fingerprint)
 
     @property
-    def context(self) -> int:
-        """One position less, since a server writes a token behind a sample."""
-        return super().context - 1
+    def longest(self) -> int:
+        """One token less, since a server writes one behind a sample."""
+        return self.context - 1
+
+    def hidden_scale(self) -> float:
+        states, _ = self._ask(self.spread_ids())
+        return float(self._norm(states[:, -1].to(self.dtype)).float().square().mean().sqrt())
 
     @property
     def config(self) -> Any:  # type: ignore[override]
@@ -162,16 +166,18 @@ class ServedTarget(Target):
 
     def _request(self, path: str, body: bytes | None = None) -> Any:
         """What the server answers, asked again after failures that may be temporary."""
-        for attempt in range(RETRIES + 1):
+
+        def send() -> Any:
             try:
                 with self._server.open(path, body) as response:
                     return json.loads(response.read())
-            except (RequestFailed, OSError, ValueError) as error:
-                failed = error if isinstance(error, RequestFailed) else self._server.broken(error)
-            if not failed.retry or attempt == RETRIES:
-                break
-            time.sleep(BACKOFF * 2**attempt)
-        raise self._wrong(f"{path}: {failed.reason}{f' ({failed.detail})' if failed.detail else ''}")
+            except (OSError, ValueError) as error:
+                raise self._server.broken(error) from None
+
+        try:
+            return self._server.retried(send)
+        except RequestFailed as failed:
+            raise self._wrong(f"{path}: {failed.reason}{f' ({failed.detail})' if failed.detail else ''}") from None
 
     def _read(self, path: Path) -> dict[str, Tensor]:
         """The tensors of a request's file, which is deleted. It is whole once its lock is free."""

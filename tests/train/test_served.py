@@ -3,6 +3,7 @@ here speaks as vLLM does; a file and an answer that vLLM wrote are in recorded/.
 
 import fcntl
 import json
+import shutil
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +17,7 @@ from training_runs import Runs, metrics, write_recipe
 from draftsmith.common.sections import Features, TargetSection
 from draftsmith.models.eagle import layers_to_capture
 from draftsmith.models.target import load_target
-from draftsmith.train import dynaspec, eagle, medusa, ssm
+from draftsmith.train import dflash, dynaspec, eagle, medusa, ssm
 from draftsmith.train.served import load_served, server_command
 
 STAGE = {"batch": {"sequences": 8, "accumulate": 2}, "optim": {"lr": 1e-2, "schedule": "constant"}, "steps": 4}
@@ -125,15 +126,19 @@ def test_features_are_those_of_the_target(serve, tiny_lm, tmp_path):
     assert not list((tmp_path / "written").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "dflash"])
 def test_a_run_on_served_features(kind, serve, tiny_lm, tmp_path, run_main):
-    """Losses, evaluations and weights are those of a run with the whole target; no padding is asked for."""
-    captured = [0, 1] if kind == "eagle" else []
-    drafter = {"version": 3, "unroll": 2, "captured_layers": captured} if kind == "eagle" else {"num_draft_heads": 3}
+    """Losses, evaluations, config and weights are those of a run with the whole target, which decodes with them; no
+    padding is asked for."""
+    captured = [] if kind == "medusa" else [0, 1]
+    drafter = {"medusa": {"num_draft_heads": 3}, "eagle": {"version": 3, "unroll": 2}, "dflash": {"block_size": 4}}[
+        kind
+    ]
+    drafter |= {"captured_layers": captured} if captured else {}
     server, source = serve([*captured, 2]), [{"source": str(CHATS)}]
     data = {"train": source, "validation": source, "max_length": 128, "packing": True}
     recipe = write_recipe(tmp_path, tiny_lm, drafter, [{"name": kind, **STAGE}], data=data, evaluate={"every": 2})
-    runs = Runs({"eagle": eagle, "medusa": medusa}[kind].main, recipe, run_main)
+    runs = Runs({"eagle": eagle, "medusa": medusa, "dflash": dflash}[kind].main, recipe, run_main)
     whole, served = runs("whole"), runs("served", f"target.features={{url: '{server.url}'}}")
     for key in ("loss", "simulated_tau"):
         assert metrics(served, key) == pytest.approx(metrics(whole, key), rel=1e-4), key
@@ -141,6 +146,22 @@ def test_a_run_on_served_features(kind, serve, tiny_lm, tmp_path, run_main):
     for name, weight in load_file(served / "model.safetensors").items():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-4, msg=name)
     assert len(server.asked) > 16
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (whole, served)]
+    assert configs[0] == configs[1]
+    if captured:  # else drafters know no positions
+        assert configs[0]["max_position_embeddings"] == load_target(str(tiny_lm)).context
+
+
+def test_the_scale_of_hidden_states(serve, tmp_path, tiny_lm):
+    """With a final norm whose weights are uneven, as those of real targets are."""
+    shutil.copytree(tiny_lm, tmp_path / "uneven")
+    weights = load_file(tmp_path / "uneven/model.safetensors")
+    weights["model.norm.weight"] = torch.linspace(0.1, 4, len(weights["model.norm.weight"]))
+    save_file(weights, tmp_path / "uneven/model.safetensors", {"format": "pt"})
+    server = serve()
+    server.target = load_target(str(tmp_path / "uneven"))
+    served = load_served(section(tmp_path / "uneven", server), "cpu")
+    assert served.hidden_scale() == pytest.approx(server.target.hidden_scale(), rel=1e-5)
 
 
 def test_what_a_server_does_wrong_is_one_line(serve, tiny_lm, tmp_path):
