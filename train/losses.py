@@ -127,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients = (  # in place: nobody else sees them, and a second backward pass has no graph
-            None if d is None else d.mul_(d_loss).view(like[0]).to(like[1])
+            None if d is None else d.to(like[1]).mul_(d_loss).view(like[0])  # float16 may not hold 1 / labels times it
             for d, like in zip(ctx.saved_tensors, ctx.like, strict=True)
         )
         return *gradients, *[None] * 4
@@ -244,10 +244,12 @@ class _LinearSoftLoss(torch.autograd.Function):
         d_features = torch.empty_like(flat) if needs[0] else None
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
         found = torch.empty(3, len(flat), dtype=torch.float32, device=flat.device)
+        most = scale.amax().clamp(min=torch.finfo(scale.dtype).tiny) if len(scale) else scale.new_ones(())
+        share = scale / most  # of which float16 holds the products
         with torch.autocast(kind, enabled=False):
             for begin in range(0, len(flat), chunk):
                 part = slice(begin, begin + chunk)
-                slope, given = flat[part] @ w.t(), (teacher, rows[part], scale[part], found[:, part])
+                slope, given = flat[part] @ w.t(), (teacher, rows[part], share[part], found[:, part])
                 if after is None:
                     soft_loss(slope, *given, bias)
                 else:
@@ -256,15 +258,16 @@ class _LinearSoftLoss(torch.autograd.Function):
                     torch.mm(slope, w, out=d_features[part])
                 if d_weight is not None:
                     _add_product(d_weight, slope, flat[part])
-        ctx.save_for_backward(d_features, d_weight)
+        ctx.save_for_backward(d_features, d_weight, most)
         ctx.dtypes = features.dtype, weight.dtype
         ctx.mark_non_differentiable(found)
         return (found[0] * scale).sum(), found
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if d is None else d.mul_(d_loss).to(dtype) for d, dtype in pairs), *[None] * 7
+        *gradients, most = ctx.saved_tensors
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return *(None if d is None else d.to(dtype).mul_(d_loss * most) for d, dtype in pairs), *[None] * 7
 
 
 def _through(after: Callable[[Tensor], Tensor], logits: Tensor, given: tuple[Any, ...]) -> Tensor:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from draftsmith.train.losses import in_chunks, linear_cross_entropy, shifted_labels
+from draftsmith.kernels.soft_loss import Teacher
+from draftsmith.train.losses import in_chunks, linear_cross_entropy, linear_soft_loss, shifted_labels
 
 VOCAB, WIDTH = 11, 5
 
@@ -30,6 +31,26 @@ def test_no_label_crosses_into_the_next_sample():
     supervised = torch.tensor([[True] * 5 + [False]])
     assert shifted_labels(tokens, supervised, 1, segment).tolist() == [[2, 3, -100, 5, -100, -100]]
     assert shifted_labels(tokens, supervised, 2, segment).tolist() == [[3, -100, -100, -100, -100, -100]]
+
+
+@pytest.mark.parametrize("kind", ["labels", "ce", "tv"])
+def test_gradients_below_what_float16_holds(kind):
+    """Of a head in float16, the mean over a million labels: as with a head in float32."""
+    torch.manual_seed(0)
+    features, weight, each = torch.randn(64, 128), 0.3 * torch.randn(2000, 128), 1e-6
+    labels, probs = torch.randint(2000, (64,)), torch.randn(64, 2000).softmax(-1)
+    teacher, rows = Teacher(probs, probs.argmax(-1), None, None, kind), torch.arange(64)
+
+    def gradient(dtype):
+        x, w = features.clone().requires_grad_(), weight.half().to(dtype)
+        if kind == "labels":
+            loss = linear_cross_entropy(x, w, labels)[0] * each
+        else:
+            loss = linear_soft_loss(x, w, teacher, rows, torch.full((64,), each))[0]
+        return torch.autograd.grad(loss, x)[0]
+
+    right = gradient(torch.float32)
+    assert (gradient(torch.float16) - right).norm() < 0.01 * right.norm()
 
 
 SIZES = [(chunk, frozen, False) for chunk in (1, 3, 4, 23, 24, 25, None) for frozen in (False, True)]
