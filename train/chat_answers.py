@@ -78,7 +78,9 @@ def answer_chats(
 
     chats = (Conversation(seed, 0) for seed in seeds)
     longest = ask.prompt_tokens + ask.new_tokens
-    serve_conversations(SpeculativeDecoder(target), chats, next_request, on_answer, ask.batch_size, max_length=longest)
+    decoder = SpeculativeDecoder(target)
+    serve_conversations(decoder, chats, next_request, on_answer, ask.batch_size, max_length=longest)
+    decoder.free()
     if too_long:
         console.print(
             f"  {source.label}: {counted(too_long, 'conversation')} of {len(seeds):,} ended before an answer, since "

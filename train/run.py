@@ -372,7 +372,9 @@ class Run(Generic[R]):
         mine = prompts[self.accelerator.process_index :: self.accelerator.num_processes]
         rows = max(1, self.at_once // (max(map(len, prompts)) + DECODED_TOKENS))
         with torch.autocast(target.device.type, enabled=False):
-            results = SpeculativeDecoder(target, make()).generate(mine, DECODED_TOKENS, batch_size=rows) if mine else []
+            decoder = SpeculativeDecoder(target, make())
+            results = decoder.generate(mine, DECODED_TOKENS, batch_size=rows) if mine else []
+            decoder.free()
         accepted = [count for result in results for count in result.accepted]
         sums = torch.tensor([sum(accepted), len(accepted)], dtype=torch.float64, device=target.device)
         total, steps = cast(Tensor, self.accelerator.reduce(sums, "sum")).tolist()

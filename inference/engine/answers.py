@@ -48,6 +48,7 @@ def answer(
         on_end=lambda _, result: add(new_tokens - len(result.tokens)),
         on_tokens=lambda _, new: add(len(new)),
     )
+    decoder.free()
     answers = dict(zip(order, results, strict=True))
     return padded(prompts, [answers[number].tokens for number in range(len(prompts))])
 

@@ -216,6 +216,12 @@ class SpeculativeDecoder:
                 raise
         return queue.results
 
+    def free(self) -> None:
+        """Free the memory that a call has left for the next one: the cache, and captured graphs."""
+        if self._step is not None:
+            self._step = None
+            gc.collect()  # a cache and its layers refer to each other
+
     def _make_step(self, mode: Mode, rows: int, capacity: int, most: int) -> Step:
         """The previous call's step if it can be reused, also one with more rows, up to ``most``; else a new one."""
         step = self._step
@@ -227,9 +233,8 @@ class SpeculativeDecoder:
             most = rows  # such steps run all their rows, and there are no captured graphs to keep
         fits = step is not None and rows <= step.rows <= most and step.capacity >= capacity
         if step is None or not fits or (step.mode, step.static) != (mode, self.static):
-            if step is not None:
-                self._step = step = None
-                gc.collect()  # a cache and its layers refer to each other; this frees its memory
+            step = None
+            self.free()
             options: dict[str, Any] = {"static": self.static, "lean": self.lean}
             self._step = step = Step(self.target, self.drafter, mode, rows, capacity, **options)
         return step

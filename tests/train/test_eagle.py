@@ -1,5 +1,6 @@
 """EAGLE: the loss against its definition, then recipe → training → artifact by the real command."""
 
+import gc
 import itertools
 import json
 import shutil
@@ -15,6 +16,8 @@ from training_runs import metrics, write_recipe
 from transformers import AutoTokenizer
 
 from draftsmith.data.packing import Rows, Sample, Tokenized
+from draftsmith.inference.engine.answers import answer
+from draftsmith.inference.engine.cache import KVCache
 from draftsmith.kernels.soft_loss import ETA, LOSSES, Teacher
 from draftsmith.models.artifact import read_drafter, write_drafter
 from draftsmith.models.eagle import Eagle, EagleConfig
@@ -26,6 +29,7 @@ from draftsmith.models.target import load_target
 from draftsmith.train import eagle, features
 from draftsmith.train.dry_run import decode_a_little
 from draftsmith.train.losses import linear_soft_loss, teach
+from draftsmith.train.run import Run
 
 # ---- the loss
 
@@ -313,6 +317,31 @@ def test_kept_features_train_as_fresh_ones(whole, train, monkeypatch):
     shutil.rmtree(folder)
     monkeypatch.setattr(features, "_compare", None)  # nothing is left to compare with
     assert metrics(train("disk", "cache_hidden=disk", "--resume"), "loss") == kept
+
+
+def test_decoding_beside_training_leaves_no_cache(train, monkeypatch, make_target):
+    """On the device, where training needs the memory: without Python's collector, which comes late."""
+    alive = lambda: sum(type(each) is KVCache for each in gc.get_objects())  # noqa: E731
+    decode_tau, left = Run.decode_tau, []
+
+    def counted(*arguments):
+        found = decode_tau(*arguments)
+        if found:
+            left.append(alive())
+        return found
+
+    monkeypatch.setattr(Run, "decode_tau", counted)
+    thresholds = gc.get_threshold()
+    gc.collect()
+    before = alive()
+    gc.set_threshold(0)
+    try:
+        train("decoded", "stages.0.steps=2", "evaluate={every: 1, decode: 1, prompts: 2}")
+        answer(make_target("llama"), [[5, 7, 11]], 4, 1)
+        left.append(alive())
+    finally:
+        gc.set_threshold(*thresholds)
+    assert left == [before] * 3
 
 
 def test_begin_with_another_drafter(train):
