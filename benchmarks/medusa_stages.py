@@ -26,7 +26,7 @@ from typing import Any
 
 from draftsmith.benchmarks.options import prompts_option
 from draftsmith.common.command import CommandLine, available_cores, before_imports, make_console, run_command
-from draftsmith.common.files import check_folder, read_text
+from draftsmith.common.files import check_folder, read_json, read_text
 from draftsmith.inference.commands.prompts import check_prompts, read_prompts
 from draftsmith.train.early import reader
 
@@ -56,7 +56,7 @@ from draftsmith.inference.measure.lossless import check_texts
 from draftsmith.inference.measure.timing import accepted_interval, run_rounds
 from draftsmith.inference.measure.tree_statistics import best_tree, head_ranks, in_batches, simulate
 from draftsmith.models.adapter import target_of
-from draftsmith.models.artifact import read_drafter, read_json, write_json
+from draftsmith.models.artifact import read_drafter, write_json
 from draftsmith.models.medusa import MedusaHeads
 from draftsmith.models.target import load_target
 from draftsmith.train.medusa import SIMULATED_NODES

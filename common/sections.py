@@ -364,5 +364,11 @@ class DrafterRecipe(TrainingRecipe):
                 )
         return self
 
+    def check_answers(self, most: int, what: str) -> None:
+        """Raises ValueError: the target's answers have at most so many tokens, as many as ``what``."""
+        asks = [source.answers for source in [*self.data.train, *self.data.validation]]
+        if any(ask is not None and ask.new_tokens <= most for ask in asks):
+            raise ValueError(f"answers.new_tokens must exceed {what} = {most}")
+
 
 R = TypeVar("R", bound=TrainingRecipe)

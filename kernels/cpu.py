@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.common.command import cpu_facts
 from draftsmith.common.files import cache_folder
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -120,10 +121,8 @@ def library() -> ctypes.CDLL | None:
 def _build(command: list[str]) -> Path:
     """The file of the library, compiled where it is missing. PyTorch's own OpenMP threads run it: it has been loaded
     under the name that the library asks for."""
-    cpu = platform.machine()
-    with suppress(OSError):  # the first processor's model and flags: a cache folder may be shared by several machines
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-        cpu += "".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    facts = cpu_facts()  # a cache folder may be shared by several machines
+    cpu = platform.machine() + "".join(facts.get(name, "") for name in ("model name", "flags", "Features"))
     sources = b"".join(file.read_bytes() for file in _SOURCES)
     key = hashlib.sha256("\n".join([cpu, *command]).encode() + sources).hexdigest()[:16]
     file = cache_folder() / f"cpu-{key}.so"

@@ -1,6 +1,5 @@
 """Measurements on this machine, kept for later processes: files of the cache folder, machine → key → value."""
 
-import json
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from draftsmith.common.command import cpu_facts, no_collection
-from draftsmith.common.files import cache_folder, write_json
+from draftsmith.common.files import cache_folder, object_or_empty, write_json
 from draftsmith.kernels.backend import triton
 
 
@@ -63,8 +62,10 @@ def gpu_seconds(calls: Sequence[Callable[[], object]], device: torch.device) -> 
 
 def read_measured(name: str, device: torch.device | None = None) -> dict[str, Any]:
     """This machine's entries of the file ``name``, or those of a GPU; none if it is missing or damaged."""
-    known = _everything(name).get(machine(device))
-    return known if isinstance(known, dict) else {}
+    with suppress(RuntimeError):  # a user without a home folder
+        known = object_or_empty(cache_folder() / name).get(machine(device))
+        return known if isinstance(known, dict) else {}
+    return {}
 
 
 def write_measured(name: str, measured: dict[str, Any], device: torch.device | None = None) -> None:
@@ -72,15 +73,7 @@ def write_measured(name: str, measured: dict[str, Any], device: torch.device | N
     with suppress(OSError, RuntimeError):
         file = cache_folder() / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        content = _everything(name)
+        content = object_or_empty(file)
         known = content.get(machine(device))
         content[machine(device)] = {**(known if isinstance(known, dict) else {}), **measured}
         write_json(file, content)
-
-
-def _everything(name: str) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: a user without a home folder
-        content = json.loads((cache_folder() / name).read_bytes())
-        if isinstance(content, dict):
-            return content
-    return {}

@@ -25,7 +25,6 @@ from transformers.utils import logging
 from draftsmith import __version__
 from draftsmith.common.command import cpu_facts, first_line
 from draftsmith.common.files import json_object, replacing_folder, write_json, write_text
-from draftsmith.common.files import read_json as read_json
 from draftsmith.models.card import MEASURED, measured, named, table_of
 from draftsmith.models.files.drafters import drafter_config
 from draftsmith.models.files.identity import difference, fingerprint, older_fingerprint

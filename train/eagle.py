@@ -219,7 +219,7 @@ def train(run: Run[EagleRecipe]) -> None:
         eagle = Eagle(config)
     run.start_weights(eagle, target)
     module = (EagleReplay if d.replay else EagleTraining)(target, eagle, recipe)
-    rows = run.read_rows(target, DEPTH)
+    rows = run.read_rows(target, depth_of(eagle))
     facts = draft_vocabulary.apply(run, eagle, target, rows)
     if isinstance(module, EagleReplay):
         module.check(max(part.length for part in rows))

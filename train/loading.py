@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from draftsmith.common.command import available_cores
 from draftsmith.common.processes import or_error
-from draftsmith.train.launch import console
+from draftsmith.train.launch import console, own_cores
 from draftsmith.train.samples import Batch, StageSamples
 
 WORKERS = 2  # of a process with a GPU, where the recipe does not say how many
@@ -103,7 +102,7 @@ def _workers(batches: MicroBatches, numbers: range, ahead: int, device: torch.de
     if device.type != "cuda" or not numbers:
         return 0  # a CPU's cores are busy with the step itself
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    workers = max(0, min(WORKERS, available_cores() // here - 1))
+    workers = min(WORKERS, own_cores() - 1)
     batch = batches[numbers[0]]
     needed = 0 if isinstance(batch, Exception) else ahead * here * sum(value.nbytes for value in batch.values())
     free = shutil.disk_usage(SHARED).free if workers and os.path.isdir(SHARED) else 0

@@ -5,7 +5,6 @@ Shape letters: V vocabulary, K depths, P positions.
 """
 
 import copy
-import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -17,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from draftsmith.common.files import file_sha256, read_json, write_json
+from draftsmith.common.files import read_json, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
 from draftsmith.data.tokenized import tokenized
@@ -27,6 +26,7 @@ from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, open_e
 from draftsmith.inference.measure.step_costs import StepClock
 from draftsmith.inference.measure.tree_statistics import AT_ONCE
 from draftsmith.models.artifact import TEMPLATE, check_target, in_dtype, read_drafter, write_drafter
+from draftsmith.models.card import weights_sha256
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.files.identity import was_asked
 from draftsmith.models.serving.from_published import convert_if_published
@@ -98,12 +98,6 @@ def check_sizes(run: Run[Any], drafts: Drafts) -> None:
             console.print(f"drafter.{name}={value}: {limit} is used, {what}", style="yellow")
 
 
-def weights_hash(folder: Path) -> str:
-    """The hash of all weights in a drafter's folder and in its parts."""
-    files = sorted(folder.rglob("*.safetensors"))
-    return hashlib.sha256("".join(map(file_sha256, files)).encode()).hexdigest()
-
-
 def _stored(run: Run[Any], folder: Path, asked: dict[str, Any]) -> dict[str, Tensor]:
     """What an earlier run of the folder kept, if it was asked for the same; empty otherwise."""
     with run.accelerator.main_process_first():  # it may write the request anew
@@ -135,7 +129,7 @@ def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
 def cluster(run: Run[Any], target: Target, drafts: Drafts) -> Clusters:
     """Clusters of the LM head's rows, a report of them, and their state in the run's folder, to resume from."""
     d, folder = run.recipe.drafter, run.folder / "clusters"
-    asked = {"base": weights_hash(run.folder / PART), "target": target.fingerprint, "seed": run.recipe.run.seed}
+    asked = {"base": weights_sha256(run.folder / PART), "target": target.fingerprint, "seed": run.recipe.run.seed}
     asked |= {"num_clusters": d.num_clusters, "balanced": d.balanced, "iterations": d.iterations}
     start = None
     if stored := _stored(run, folder, asked):
@@ -239,7 +233,7 @@ def rollouts(run: Run[Any], drafts: Drafts, rows: Sequence[Rows]) -> Recorded:
     """Recorded drafts of the training rows, kept in the run's folder."""
     recipe, folder = run.recipe, run.folder / "rollouts"
     outputs = len(drafts.weight)
-    asked = {"base": weights_hash(run.folder / PART), "target": run.fingerprint, "seed": recipe.run.seed}
+    asked = {"base": weights_sha256(run.folder / PART), "target": run.fingerprint, "seed": recipe.run.seed}
     asked |= {"rows": run.data_sha256, "weights": [source.weight for source in recipe.data.train], "outputs": outputs}
     asked |= {"positions": recipe.drafter.positions, "autocast": recipe.precision.autocast}
     asked |= {"tensors": [each.name for each in fields(Recorded)]}

@@ -11,9 +11,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from draftsmith.common.files import read_json
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Stage, TargetSection
-from draftsmith.models.artifact import read_json
 from draftsmith.tools import schema
 from draftsmith.train import dry_run, eagle, launch, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch

@@ -383,6 +383,8 @@ def test_one_pass_begins_with_an_eagle_3_drafter(train):
     assert said == f"error: init_from={further}: it drafts in one pass; set drafter.one_pass=true\n"
     assert "noise is for version 1" in train.refused("z", *FURTHER, "drafter.noise=0.1")
     assert "keep_depths is for one_pass" in train.refused("z", *FURTHER, "drafter.keep_depths=0.7")
+    short = [f"data.{which}.0.answers.new_tokens=4" for which in ("train", "validation")]
+    train("short", *FURTHER, "drafter.one_pass=true", "drafter.unroll=2", *short)  # evaluations draft no deeper
 
 
 def test_further_layers_begin_as_if_they_were_not_there(train):

@@ -91,10 +91,5 @@ class DflashRecipe(DrafterRecipe):
             raise ValueError(
                 "drafter.mask_token_id: a streamed source is not searched for an unused token; give the id of one"
             )
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < self.drafter.block_size + 1:
-                raise ValueError(
-                    f"answers.new_tokens must exceed drafter.block_size = {self.drafter.block_size}: blocks are "
-                    "drafted inside of answers"
-                )
+        self.check_answers(self.drafter.block_size, "drafter.block_size")  # blocks are drafted inside of answers
         return self

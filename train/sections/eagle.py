@@ -126,7 +126,6 @@ class EagleRecipe(DrafterRecipe):
             raise ValueError("precision.compile: the positions that draft are others in every step; leave it off")
         if self.export.merged:
             raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < DEPTH + 2:
-                raise ValueError(f"answers.new_tokens must exceed the depth of simulated drafts + 1 = {DEPTH + 1}")
+        depth = min(DEPTH, self.drafter.unroll) if self.drafter.one_pass else DEPTH
+        self.check_answers(depth + 1, "the depth of simulated drafts + 1")
         return self

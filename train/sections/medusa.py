@@ -109,7 +109,5 @@ class MedusaRecipe(DrafterRecipe):
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.export.merged and not joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
-        for source in [*self.data.train, *self.data.validation]:
-            if source.answers is not None and source.answers.new_tokens < heads + 2:
-                raise ValueError(f"answers.new_tokens must exceed drafter.num_draft_heads + 1 = {heads + 1}")
+        self.check_answers(heads + 1, "drafter.num_draft_heads + 1")
         return self
