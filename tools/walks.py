@@ -24,10 +24,10 @@ LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
     "lines of Python in the product": 42_630,
-    "lines of Python in tests": 49_640,
+    "lines of Python in tests": 49_840,
     "lines of Python in benchmarks": 12_850,
     "files that inference/engine/engine.py needs": 54,
-    "lines of these files": 12_700,
+    "lines of these files": 12_710,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
     "files from decode.py to the first committed token": 62,
