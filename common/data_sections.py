@@ -92,6 +92,11 @@ class Source(Section):
                 raise ValueError(
                     f"source {self.source!r} has the splits train, validation and test, not {self.split!r}"
                 )
+            if self.answers and (self.form == "chat" or self.limit):
+                raise ValueError(
+                    f"source {self.source!r}: the target continues windows of code, of which answers.prompts says how "
+                    "many; drop 'form' and 'limit', or 'answers'"
+                )
             return self
         if not self.is_file:
             try:

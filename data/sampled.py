@@ -48,6 +48,7 @@ def encode_sampled(
         begun = samples.pop() if samples and prompt[: len(samples[-1].ids)] == samples[-1].ids else Sample([], [])
         marks = begun.supervised + [False] * (len(prompt) - len(begun.ids))
         trained = ASKED not in message and all(message.get(name, True) for name in FLAGS)
+        trained &= any(message.get(name) for name in (*REASONING, "tool_calls")) or bool(message["content"].strip())
         samples.append(Sample(prompt + ids, marks + [trained] * len(ids)))
         if check and _rendered(messages[:place], tokenizer, template, tools) != prompt:
             notes.append(OTHER_PROMPT)

@@ -230,9 +230,11 @@ class Conversation:
         self.turn += 1
 
     def fail(self, why: RequestFailed) -> None:
-        """End the conversation. Where only the next turn is too long, the answers so far are kept."""
+        """End the conversation. Where only the next turn is too long or empty, or the user's cannot be written, the
+        answers so far are kept."""
         self.pending = None
-        if why.reason != TOO_LONG or not self.finish_reasons:
+        kept = why.reason in (TOO_LONG, CUT_THINKING, EMPTY) or (self.speaker == "user" and not why.retry)
+        if not kept or not self.finish_reasons:
             self.failure = why
             return
         while self.messages[-1]["role"] != "assistant":

@@ -108,6 +108,10 @@ def by_engine(recipe: DistillRecipe, conversations: Iterator[Conversation], end:
         closing = conversation.closing
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
+        if conversation.speaker == "assistant" and not text.strip():
+            conversation.fail(RequestFailed(EMPTY))
+            end(conversation)
+            return False
         token_ids = TokenIds(prompt=conversation.prompt, answer=list(result.tokens))
         if result.logprobs:
             token_ids["logprobs"] = result.logprobs.as_json()

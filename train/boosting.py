@@ -103,14 +103,19 @@ def rows_of_round(
     """
     weights = [source.weight for source in run.recipe.data.train]
     folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})
+    asked |= {"rows": run.data_sha256} | ({"stages": rounds} if boost.mark == "fresh" else {})
     there = run.resume and (folder / "model.safetensors").exists()
     made = read_json(folder / "asked.json") if there else asked
     for name, value in asked.items():
-        if made.get(name) != value:
-            raise ValueError(
-                f"--resume: round {number} trains on what boost.{name}={made.get(name)} left, and the recipe now has "
-                f"{value}; set it back, or --restart"
-            )
+        if (was := made.get(name, value)) == value:  # older folders do not say all
+            continue
+        if name == "rows":
+            raise ValueError(f"--resume: the training rows are others than those of which round {number} has the rest")
+        label = name if name == "stages" else f"boost.{name}"
+        raise ValueError(
+            f"--resume: round {number} trains on what {label}={was} left, and the recipe now has {value}; set it "
+            "back, or --restart"
+        )
     if boost.ensemble == "seeds":
         return list(rows), weights, sum(len(part.samples) for part in rows)
     given = [_given(part.samples, number, rounds, boost) for part in rows]

@@ -282,7 +282,7 @@ def distill(
     together = f" in {ranks.count} processes" if ranks.count > 1 else ""
     what = f"{len(todo):,} of {len(seeds):,} prompts to answer, by {recipe.backend}{together}"
     bar, share = ProgressBar(what, len(todo), console, disable=not ranks.main), Share(todo, ranks)
-    answered, failed_in_a_row, saved = 0, 0, time.monotonic()
+    answered, failed_in_a_row, unreached, saved = 0, 0, 0, time.monotonic()
 
     def show(ended: int) -> None:
         nonlocal saved
@@ -302,7 +302,7 @@ def distill(
         return all(ranks.find(f"over/{rank}") for rank in range(ranks.count))
 
     def end(conversation: Conversation) -> None:
-        nonlocal answered, failed_in_a_row
+        nonlocal answered, failed_in_a_row, unreached
         seed, why = conversation.seed, conversation.failure
         if why is None:
             answers = (conversation.messages, conversation.finish_reasons)
@@ -311,6 +311,7 @@ def distill(
         else:
             shards.fail(seed.id, seed.source, why.reason, why.detail)
             failed_in_a_row += why.reason not in OF_THE_PROMPT
+            unreached += why.retry or why.reason.startswith("http")
         show(share.ended())
         if recipe.endpoint and failed_in_a_row >= recipe.endpoint.give_up:
             raise GivenUpError
@@ -338,7 +339,7 @@ def distill(
     shards.tidy()
     found = counts_of(shards)
     write_manifest(found)
-    report(found["counts"], shards, stopped, stopped is not None or (failed_in_a_row > 0 and not answered))
+    report(found["counts"], shards, stopped, stopped is not None or (unreached > 0 and not answered))
 
 
 def report(counts: dict[str, Any], shards: Shards, stopped: BaseException | None, unanswered: bool) -> None:

@@ -22,6 +22,7 @@ from draftsmith.common.files import append, write_json
 from draftsmith.common.recipe import write_recipe
 from draftsmith.common.sections import DrafterRecipe, R, Stage
 from draftsmith.data.packing import Rows
+from draftsmith.data.streaming import StreamedRows
 from draftsmith.data.tokenized import template_for, tokenized
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
@@ -290,8 +291,10 @@ class Run(Generic[R]):
                 f"data.max_length={recipe.data.max_length}; use longer answers"
             )
         self.data_sha256 = [part.samples.sha256() if isinstance(part, Rows) else "streamed" for part in rows]
+        streams = [str(part.request["of"]) for part in rows if isinstance(part, StreamedRows)]
         self.depends_on |= {
             "training rows": ",".join(self.data_sha256),
+            "streamed sources": ",".join(streams),
             "chat template": template_sha256(template_for(recipe.data, self.tokenizer) or self.tokenizer.chat_template),
         }
         self.data_labels = [int(part.samples.supervised.sum()) if isinstance(part, Rows) else None for part in rows]

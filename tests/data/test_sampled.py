@@ -81,6 +81,9 @@ def test_answers_that_go_on_are_one_sample(read, ids):
     bare[1]["weight"] = 0
     samples, _ = read([{"messages": bare, "token_ids": token_ids}])
     assert samples == [(following + second, second)]
+    bare[1] |= {"content": "", "weight": 1}  # its ids, the end of a turn say, are not learned
+    samples, _ = read([{"messages": bare, "token_ids": token_ids}])
+    assert samples == [(following + second, second)]
 
 
 def test_ids_of_another_tokenizer_are_not_taken(read, ids, tokenizer):

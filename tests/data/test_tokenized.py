@@ -223,6 +223,8 @@ def test_templates(tmp_path):
         ({"source": "wikitext"}, "is neither 'stdlib', 'package:NAME', a file"),
         ({"source": "stdlib", "split": "dev"}, "has the splits train, validation and test, not 'dev'"),
         ({"source": "a.jsonl", "form": "chat"}, "'form' is for stdlib and package:NAME"),
+        ({"source": "stdlib", "form": "chat", "answers": {"prompts": 3}}, "drop 'form' and 'limit', or 'answers'"),
+        ({"source": "stdlib", "limit": 9, "answers": {"prompts": 3}}, "drop 'form' and 'limit', or 'answers'"),
         ({"source": "a.jsonl", "files": "a.jsonl"}, "'files' is for a Hub data set"),
         ({"source": "stdlib", "files": "a.jsonl"}, "'files' is for a Hub data set"),
         ({"source": "a.jsonl", "split": "validation"}, r"split 'validation': a file's rows are train, or a part"),

@@ -233,6 +233,16 @@ def test_what_was_answered_before_a_turn_that_is_too_long_stands():
     conversation.fail(RequestFailed("too long"))
     assert conversation.failure is None and conversation.pending is None
     assert [m["content"] for m in conversation.messages] == ["a", "x"]
+    for reason, retry in (
+        ("empty answer", False),
+        ("cut while thinking", False),
+        ("chat template", False),
+        ("http 500", True),
+    ):
+        talking = Conversation(Seed("i", "s", asked[:1]), 1)
+        talking.add("x", "stop")
+        talking.fail(RequestFailed(reason, retry=retry))  # of the user's turn
+        assert talking.speaker == "user" and (talking.failure is None) == (not retry)
     for reason, heard in (("too long", 0), ("http 500", 1)):
         conversation = Conversation(Seed("i", "s", asked), 0)
         for _ in range(heard):
@@ -741,9 +751,17 @@ def test_a_template_that_refuses(run):
     assert "chat template 4 times" in run.out and counts["failed"] == {"chat template": 4}
 
 
+def test_an_empty_answer_is_none(run, monkeypatch):
+    """Of the engine, too: it would be trained on as an end token alone."""
+    texts = iter([" \n", "", *["x"] * 99])
+    monkeypatch.setattr(backends, "answer_text", lambda *_: next(texts))
+    counts = counts_of(run("whole", "data.seeds.0.limit=4"))
+    assert (counts["done"], counts["failed"]) == (2, {"empty answer": 2})
+
+
 def silent(messages):
-    """A conversation whose answers are empty, which fits any token ids."""
-    return [m | {"content": ""} if m["role"] == "assistant" else m for m in messages]
+    """A conversation whose answers are characters cut in the middle, which fit any token ids."""
+    return [m | {"content": "\ufffd"} if m["role"] == "assistant" else m for m in messages]
 
 
 def test_shards_are_training_data(run, run_main, tiny_lm, tmp_path):
@@ -1124,6 +1142,10 @@ def test_nobody_answers_what_is_left(ask, server, tmp_path):
     ask("whole")
     ask("whole")
     assert "2 of 3 prompts are answered" in ask.out and "too long 1 times" in ask.out
+    plan["2"] = told({"content": " "})
+    for _ in range(2):
+        ask("whole")  # another run gets no other answer
+        assert "2 of 3 prompts are answered" in ask.out and "empty answer 1 times" in ask.out
 
 
 def test_tiny_asks_no_server(ask, server, tmp_path):

@@ -244,6 +244,7 @@ REFUSALS = [
     ("medusa", "drafter.draft_vocab_size=301", "drafter.draft_vocab_size=301: the target has 300 tokens; set fewer"),
     ("medusa2", "stages.1.joint.lora.modules=[q_proj, c_attn]", "has no linear layer 'c_attn'; it has: "),
     ("medusa2", "stages.1.joint.lora.modules=[lm_head]", "lm_head is shared by all heads; drop it, or set"),
+    ("medusa2", "stages.1.seconds=9", "joint.ramp: the heads' weight grows over all of the stage's steps"),
     ("medusa2", "target.quantize=8bit", "joint.loss=kl compares with the target as it was, which has to be "),
     ("medusa2", "stages.1.joint=null", "export.merged: there is nothing to merge without a joint stage"),
     ("medusa2", "stages.1.optim.name=muon", "optim.name: Muon has one learning rate for heads and adapters; use "),

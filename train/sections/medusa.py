@@ -101,6 +101,11 @@ class MedusaRecipe(DrafterRecipe):
             raise ValueError("target.features: the target of a joint stage trains, and a server's does not; drop one")
         if joint:
             joint.check(self, self.stages[-1].optim, self.drafter.projection == "shared")
+        if joint and self.stages[-1].seconds and joint.form != "constant" and not joint.ramp_steps:
+            raise ValueError(
+                "joint.ramp: the heads' weight grows over all of the stage's steps, of which stages.seconds may leave "
+                "few; set joint.ramp_steps, or joint.ramp=constant"
+            )
         if any(stage.joint for stage in self.stages[:-1]):
             raise ValueError(
                 "stages: a joint stage has to be the last one: the heads cannot train on a target that moved"
