@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -111,7 +112,7 @@ def library() -> ctypes.CDLL | None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler or os.environ.get("DRAFTSMITH_CPU_KERNELS") == "0":
         return None
-    command = [compiler, "-std=c++17", "-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
+    command = [*shlex.split(compiler), "-std=c++17", "-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
     for options in (["-fopenmp"], []):  # without OpenMP on one thread
         with suppress(OSError, RuntimeError, subprocess.SubprocessError):
             return ctypes.CDLL(str(_build([*command, *options])))

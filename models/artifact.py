@@ -75,9 +75,9 @@ def now() -> str:
 def provenance(**facts: Any) -> dict[str, Any]:
     """Versions, device, commit and date, with the facts a script adds."""
     return {
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         **facts,
         "versions": versions(),
-        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "git_commit": commit_of(Path(__file__).resolve().parents[1]),
         "date": now(),
     }

@@ -27,6 +27,7 @@ the vocabulary, S the draft vocabulary (V if there is none).
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -198,15 +199,20 @@ def sizes_for(config: Any, vocab_size: int, context: int, intermediate_size: int
     """The sizes and rotary positions that a drafter's layers take from a target; arguments as those of
     :meth:`EagleConfig.for_target`."""
     heads, width = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if width % heads:  # GLM-4.5: no Llama layer, as which servers load it, has so many
+        heads = next(count for count in range(max(1, width // head_dim), 0, -1) if width % count == 0)
+        kv_heads = math.gcd(heads, kv_heads)
     return {
         "hidden_size": width,
         "vocab_size": vocab_size,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or width // heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "intermediate_size": intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
         "max_position_embeddings": context,
-        "rope_parameters": _rope_parameters(config),
+        "rope_parameters": _rope_parameters(config, head_dim),
         "rms_norm_eps": float(getattr(config, "rms_norm_eps", None) or 1e-6),
     }
 
@@ -222,13 +228,15 @@ def llama_config(config: Any) -> LlamaConfig:
     )
 
 
-def _rope_parameters(config: Any) -> dict[str, Any]:
+def _rope_parameters(config: Any, head_dim: int) -> dict[str, Any]:
     """Rotary parameters of a target's full-attention layers; the default ones for a target without rotary positions."""
     rope = getattr(config, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):  # some families have one for each kind of layer
         rope = rope["full_attention"]
-    # The drafter rotates whole heads.
-    rope = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    # The drafter rotates whole heads. Factors for the frequencies of a part of them (Phi-4-mini's longrope) do not fit.
+    unfit = len(rope.get("short_factor") or ()) not in (0, head_dim // 2)
+    kept = {"rope_theta"} if unfit else rope.keys() - {"partial_rotary_factor"}
+    rope = {name: value for name, value in rope.items() if name in kept}
     theta = getattr(config, "rope_theta", None) or 10000.0
     return {"rope_type": "default", "rope_theta": theta} | rope
 

@@ -236,7 +236,8 @@ class Target:
     def _after_head(self) -> list[float | None]:
         """Soft cap (Gemma), factor (Cohere) and divisor (Granite) of the logits, cached: config access is slow."""
         names = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        return [getattr(self.config, name, None) for name in names]
+        cap, factor, divisor = (getattr(self.config, name, None) for name in names)
+        return [cap, factor, 1 / divisor if divisor and self.config.model_type == "hyperclovax" else divisor]
 
     def prepare_packing(self, attention: str = "auto") -> str:
         """Choose how rows of several samples attend from now on, and check that samples do not see each other.

@@ -78,6 +78,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float, int]] = {
             "max_position_embeddings": 128, "word_embed_proj_dim": 32, "tie_word_embeddings": False}, 0.4, 1),
     "cohere": ("cohere", {**_LLAMA_LIKE, "logit_scale": 0.25}, 0.4, 0),
     "granite": ("granite", {**_LLAMA_LIKE, "logits_scaling": 3.0, "embedding_multiplier": 2.0}, 0.4, 0),
+    "hyperclovax": ("hyperclovax", {**_LLAMA_LIKE, "logits_scaling": 0.5}, 0.4, 0),
     "phi": ("phi", {**_LLAMA_LIKE}, 0.4, 0),
     "stablelm": ("stablelm", _LLAMA_LIKE, 0.4, 0),
     "phimoe": ("phimoe", {**_LLAMA_LIKE, **_MOE, "num_local_experts": 4}, 0.4, 0),

@@ -28,7 +28,7 @@ from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.measure.tree_statistics import AT_ONCE, draft_labels, in_batches, row_batches
 from draftsmith.inference.verify.tree import Topology
-from draftsmith.models.artifact import check_target, in_dtype, provenance, read_drafter, write_drafter
+from draftsmith.models.artifact import check_target, device_name, in_dtype, provenance, read_drafter, write_drafter
 from draftsmith.models.export import publish
 from draftsmith.models.files.locate import ModelFolder
 from draftsmith.models.serving.from_published import convert_if_published
@@ -395,6 +395,7 @@ class Run(Generic[R]):
         """What provenance.json records of the training."""
         return provenance(
             command=self.command,
+            device=device_name(self.accelerator.device),
             steps=self.step,
             data_sha256=self.data_sha256,
             autocast=self.recipe.precision.autocast,

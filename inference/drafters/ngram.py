@@ -169,7 +169,7 @@ class NgramDrafter(Drafter):
         roots, self.lengths = state.root.tolist(), (state.length * state.active).tolist()
         self.candidates = [self._find(row, root, self.lengths[row]) for row, root in enumerate(roots)]
         trees = [candidates.tree for candidates in self.candidates]
-        if state.budget is not None and not state.merged and any(len(tree.tokens) > 1 for tree in trees):
+        if state.budget is not None and not state.merged:  # also without a match: what the search costs is timed
             acceptances = [tree.acceptance for tree in trees]
             state.budget.proposed(0, torch.tensor([row + [0.0] * (self.num_nodes - len(row)) for row in acceptances]))
             kept = kept_nodes(acceptances, state.budget, self.num_nodes)

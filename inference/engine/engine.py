@@ -228,7 +228,7 @@ class SpeculativeDecoder:
         if step is not None:  # its modules, weights or drafter may have been replaced
             lean_changed = step.runner.lean_or_reason != find_lean(self.target, self.lean)
             if lean_changed or not step.owns_drafter:
-                step = self._step = None
+                step = None
         if self.drafter.keeps_rows and not self.static:
             most = rows  # such steps run all their rows, and there are no captured graphs to keep
         fits = step is not None and rows <= step.rows <= most and step.capacity >= capacity

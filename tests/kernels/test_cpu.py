@@ -169,6 +169,16 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_a_compiler_of_several_words(monkeypatch):
+    """Such as ``ccache g++``."""
+    asked = []
+    monkeypatch.setenv("CXX", "ccache g++")
+    monkeypatch.setattr(cpu, "_build", lambda command: asked.append(command[:2]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cpu.library.__wrapped__()
+    assert asked == [["ccache", "g++"]]
+
+
 @pytest.mark.parametrize("why", ["no compiler", "it fails", "switched off"])
 def test_without_a_library(why, tmp_path):
     """A machine whose compiler is missing or fails decodes by PyTorch's operations."""

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from draftsmith.inference.engine.runner import Runner, engine_attention, joined_
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels, eagle_ranks, label_ranks
 from draftsmith.models import unrolled
 from draftsmith.models.dflash import DFlash
-from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture
+from draftsmith.models.eagle import Eagle, EagleConfig, layers_to_capture, sizes_for
 from draftsmith.models.unrolled import block_mask, dense_mask, marked_places, unrolled_attention
 
 KINDS = {
@@ -410,6 +411,19 @@ def test_the_config_is_the_targets():
         EagleConfig.for_target(config, 128256, 131072, 3, "own", None, [32])
     with pytest.raises(ValueError, match="EAGLE-1 has the target's LM head"):
         dataclasses.replace(found, version=1, captured_layers=())
+
+
+def test_targets_that_no_llama_layer_is_like(make_target):
+    """More heads than divide the width, and a factor for each frequency of a part of each head."""
+    target = make_target("qwen3", hidden_size=32, num_attention_heads=6, num_key_value_heads=2, head_dim=8)
+    dflash = DFlash.for_target(target, block_size=4, num_layers=1, mask_token_id=60, tie_k_norm=True)
+    for config in (Eagle.for_target(target, 3, "shared").config, dflash.config):
+        assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    rope = {"rope_type": "longrope", "rope_theta": 5.0, "partial_rotary_factor": 0.75, "short_factor": [1.0] * 3}
+    phi = SimpleNamespace(hidden_size=32, num_attention_heads=4, rope_parameters=rope)
+    assert sizes_for(phi, 61, 64, None)["rope_parameters"] == {"rope_type": "default", "rope_theta": 5.0}
+    rope["short_factor"].append(1.0)
+    assert sizes_for(phi, 61, 64, None)["rope_parameters"]["rope_type"] == "longrope"
 
 
 def test_unrolled_steps_without_blocks_where_they_do_not_run(on_a_cpu, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from draws import occurs
 from draftsmith.inference.drafters.ngram import CLASS_STARTS, PRIOR, PRIOR_COUNT, NgramDrafter
 from draftsmith.inference.engine import budget
 from draftsmith.inference.engine.cache import KVCache
+from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.prompts import Chunk
 from draftsmith.inference.engine.protocol import State
 from draftsmith.inference.measure.step_costs import StepCosts
@@ -305,6 +306,20 @@ def test_lossless_by_cost(make_target, monkeypatch):
     lossless_suite.check_static(make_target, make)
     assert len(lossless_suite.check_greedy(make_target, make, own=False)) > 3
     lossless_suite.check_coupled(make_target, make, own=False)
+
+
+def test_they_are_asked_where_they_find_nothing(make_target, monkeypatch):
+    """A search that is cheap is made in every step: also after steps without a match, whose time counts, too."""
+    target, asked = make_target("llama"), []
+    drafter = NgramDrafter(target, depth=4, min_match=2)
+    drafter.costs = StepCosts({1: 1e3, 9: 1.4e3, 27: 2e3})  # seconds: any search is cheap beside them
+    asks = budget.Budget.asks
+    monkeypatch.setattr(budget.Budget, "asks", lambda *given: asked.append(asks(*given)) or asked[-1])
+    found = NgramDrafter._find
+    nothing = lambda self, row, root, length: found(self, row, root, 0)  # noqa: E731
+    monkeypatch.setattr(NgramDrafter, "_find", nothing)
+    SpeculativeDecoder(target, drafter, static=False).generate([[7, 3, 19]], 40, stop_ids=frozenset())
+    assert len(asked) > 30 and all(asked)
 
 
 def test_numbers_are_checked(make_target):
