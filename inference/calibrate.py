@@ -33,7 +33,7 @@ from pathlib import Path
 from draftsmith.common.command import CommandLine, available_cores, before_imports, run_command
 from draftsmith.inference.commands.options import check_counts, check_threads
 from draftsmith.inference.commands.prompts import check_prompts, encode_prompts, read_prompts
-from draftsmith.inference.drafters.names import check_names, has_folder, parts_of
+from draftsmith.inference.drafters.names import check_names, folder_of, has_folder, parts_of
 from draftsmith.models.options import DECODERS, target_arguments, target_options
 
 
@@ -125,7 +125,7 @@ def main() -> None:
             raise ValueError(f"'{args.drafter}' has no target of its own: pass --target")
         check_no_tree(args)
         return print_costs(load_target(args.target, **options), lean)
-    folder, config, weights = read_named(folders[0], args.target, **options)
+    folder, config, weights = read_named(folder_of(folders[0])[0], args.target, **options)
     drafter, target_name = calibration_of(folder, config, weights), args.target or config["target"]["name_or_path"]
     if drafter is None:
         check_no_tree(args)

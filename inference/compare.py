@@ -130,12 +130,14 @@ def kinds_of(report: Mapping[str, Any]) -> dict[Any, str]:
     return kinds | {group: kinds[group[0]] for group in pair_groups([report])}
 
 
-def rows_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str | None, str, dict[str, Any]]]:
+def rows_of(a: Mapping[str, Any], b: Mapping[str, Any], speeds: bool) -> list[tuple[str | None, str, dict[str, Any]]]:
     """(kind of text, name of the figure, :func:`compare` of it): first of all prompts (kind None), then of each kind in
-    A, where there are several. Of speeds without a group that both reports timed, only A's and B's own figures."""
+    A, where there are several. Without ``speeds``, and of those without a group that both reports timed, only A's and
+    B's own figures."""
     kind_of, kinds_of_b = kinds_of(a), kinds_of(b)
     bases = [base for base in BASES if all(base in each["per_group"]["baselines"] for each in (a, b))]
-    same = a.get("batch_size") == b.get("batch_size")  # else a common group is what was left over in one of them
+    # Else a common group is what was left over in one of them.
+    same = speeds and a.get("batch_size") == b.get("batch_size")
     kinds = list(dict.fromkeys(kind_of.values()))
     rows: list[tuple[str | None, str, dict[str, Any]]] = []
     for kind in [None, *(kinds if len(kinds) > 1 else [])]:
@@ -157,10 +159,10 @@ def rows_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str | None
     return rows
 
 
-def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: bool, b: str = "B") -> None:
-    """The table, to stdout, and on stderr which figures have no interval. ``speeds``: compare them too. ``b``: the name
-    of the report that is compared with A."""
-    compared = [found for _, name, found in rows if found["difference"] is not None and (speeds or name == "τ")]
+def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], b: str = "B") -> None:
+    """The table, to stdout, and on stderr which figures have no interval. ``b``: the name of the report that is
+    compared with A."""
+    compared = [found for _, _, found in rows if found["difference"] is not None]
     without = sum(found["ratio_interval"] is None for found in compared)
     heading = " (95 %)" * (without < len(compared))
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -178,7 +180,7 @@ def print_rows(rows: Sequence[tuple[str | None, str, dict[str, Any]]], speeds: b
             table.add_row(f"[bold]{escape(kind or 'all')}[/bold]")
         before, digits = kind, ".1f" if name == "tokens/s" else ".2f"
         cells = ("–", "–")
-        if found["difference"] is not None and (speeds or name == "τ"):
+        if found["difference"] is not None:
             difference = cell(found["difference"], found["difference_interval"], f"+{digits}")
             cells = (difference, cell(found["ratio"], found["ratio_interval"], ".2f"))
         table.add_row(f"  {name}", *(cell(found[each], None, digits) for each in "ab"), *cells)
@@ -204,7 +206,7 @@ def main() -> None:
     a, *others = map(read_report, args.reports)
     checked = [(each, *check_same(a, each)) for each in others]
     with slow_imports():
-        tables = [rows_of(a, each) for each in others]
+        tables = [rows_of(a, each, speeds) for each, _, speeds in checked]
 
     if args.json:
         figures = [
@@ -227,7 +229,7 @@ def main() -> None:
         name(letter, b)
         for warning in warnings:
             console.print(f"warning: {warning}", markup=False, soft_wrap=True)
-        print_rows(rows, speeds, letter)
+        print_rows(rows, letter)
         if speeds and a["command"] != b["command"]:
             console.print("tokens/s were measured at different times; speed-ups are over plain decoding at that time")
     if args.json:

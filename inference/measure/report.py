@@ -337,10 +337,12 @@ def _folders(reports: Sequence[dict[str, Any]], number: int, folder: Path) -> li
 
 
 def write_figures(reports: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write report.json of each drafter."""
+    """Write report.json of each drafter. The page and the picture of an earlier one go: they show other figures."""
     for number, report in enumerate(reports):
         for place in _folders(reports, number, folder):
             place.mkdir(parents=True, exist_ok=True)
+            for name in ("report.html", "report.png"):
+                (place / name).unlink(missing_ok=True)
             write_json(place / "report.json", report)
 
 

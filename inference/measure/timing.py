@@ -171,6 +171,8 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
     def run_batch(prompts: list[list[int]]) -> list[list[int]]:
         longest = max(map(len, prompts))
         limit = min(max_new_tokens, target.context - min(map(len, prompts)))
+        if longest + limit > target.context and len(prompts) > 1:  # some models have no embeddings of further positions
+            return [row for prompt in prompts for row in run_batch([prompt])]
         pad = min(target.stop_ids, default=0)
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=target.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)

@@ -161,9 +161,12 @@ def changed(folder, tmp_path, **fields):
     ],
 )
 def test_what_differs_is_said(folder, tmp_path, run_main, fields, message):
-    code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **fields))
-    assert code == 0 and message in err and err.count("\n") == 4
+    file = tmp_path / "figures.json"
+    code, out, err = run(run_main, folder / "none", changed(folder, tmp_path, **fields), "--json", file)
+    assert code == 0 and message in err and err.count("\n") == 5
     assert ("–" in out) == ("speeds are not" in message) and "+" in out
+    for row in json.loads(file.read_text())["compared"][0]["figures"]:
+        assert (row["difference"] is None) == ("speeds are not" in message and row["figure"] != "τ")
 
 
 def regrouped(report, *groups):

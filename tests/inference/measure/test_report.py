@@ -238,3 +238,11 @@ def test_rows_have_the_name_that_was_typed():
     names = {"ngram": "ngram", "models/smollm2-medusa+ngram": "models/smollm2-medusa\n+ngram"}
     names |= {"runs/a+runs/b": "runs/a+runs/b", "x" * 30 + "+ngram": "…" + "x" * 20 + "\n+ngram"}
     assert {name: report._fitting_name(name) for name in names} == names
+
+
+def test_figures_take_an_earlier_page_away(tmp_path):
+    """It shows other ones, until the new page is written."""
+    for name in ("report.html", "report.png", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    report.write_figures([{"drafter": "ngram"}], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "report.json"]
