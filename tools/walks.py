@@ -23,8 +23,8 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 42_630,
-    "lines of Python in tests": 49_840,
+    "lines of Python in the product": 42_670,
+    "lines of Python in tests": 50_020,
     "lines of Python in benchmarks": 12_850,
     "files that inference/engine/engine.py needs": 54,
     "lines of these files": 12_710,
