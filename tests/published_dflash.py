@@ -5,8 +5,9 @@
 DRAFTER is a folder that train/dflash.py wrote, FOLDER a checkout of github.com/z-lab/dflash (compared at 44947fb),
 which runs in this environment. The drafter is exported as models/export.py does it (--to sglang, the published layout)
 and loaded by the published class. Both decode the prompts greedily in float32 on the CPU, by chains of a block. Nothing
-of the published code is changed or copied, but for its clock, which asks for a GPU. It drafts from the target's whole
-vocabulary: of a drafter with a draft vocabulary, ours does so here, too.
+of the published code is copied. Two things that it calls are others here: its clock, which asks for a GPU, and ``crop``
+of a cache, which took a length before transformers took a number of tokens to remove. It drafts from the target's
+whole vocabulary: of a drafter with a draft vocabulary, ours does so here, too.
 
 Exit codes: 0 equal, 1 not equal, 2 wrong usage or bad input. Equal means: the same tokens, and as many of them in every
 step but each answer's last, which the limit may cut.
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import DynamicCache
 
 from draftsmith.benchmarks.serve_check import of_all_tokens
 from draftsmith.common.command import CommandLine, run_command
@@ -32,6 +34,14 @@ from draftsmith.models.dflash import DFlash
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.serving.to_servers import export
 from draftsmith.models.target import load_target
+
+
+class Cache(DynamicCache):
+    """Cropped to a length."""
+
+    def crop(self, max_length: int) -> None:
+        if surplus := self.get_seq_length() - max_length:
+            super().crop(-surplus)
 
 
 def main() -> None:
@@ -59,10 +69,11 @@ def main() -> None:
         prompts, args.max_new_tokens, batch_size=1
     )
     with tempfile.TemporaryDirectory() as temporary:
-        write_drafter(Path(temporary) / "mine", "dflash", drafter.config.to_dict(), drafter.state_dict(), target, {})
+        whole = {name: weight.clone() for name, weight in drafter.state_dict().items()}  # of tied norms, too
+        write_drafter(Path(temporary) / "mine", "dflash", drafter.config.to_dict(), whole, target, {})
         export(open_source(str(Path(temporary) / "mine"), "sglang"), "sglang", Path(temporary) / "theirs")
         theirs = published.DFlashDraftModel.from_pretrained(Path(temporary) / "theirs", dtype=torch.float32).eval()
-    published._cuda_time = time.perf_counter
+    published._cuda_time, published.DynamicCache = time.perf_counter, Cache
     stops = sorted(target.stop_ids)
     same, steps, lengths = 0, 0, [0, 0]
     with target.attention("sdpa"):

@@ -155,7 +155,7 @@ def test_every_imported_library_is_declared(folder):
         known |= declared(extras["dev"])
     if folder == "tests":
         known |= {path.stem for path in modules("tests")}  # helpers beside the tests
-        known |= {"medusa", "speculators"}  # run by scripts in environments of their own
+        known |= {"medusa", "speculators", "dflash"}  # of checkouts and environments that scripts are given
     for path in modules(folder):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -189,10 +189,10 @@ class Queue:
                 f"prompt {number + 1} needs {length} tokens with its answer, max_length is {self.max_length}; raise it"
             )
         sampling = request.sampling
-        if self.step.mode == "greedy" and sampling.changes_logits:
+        if self.step.mode == "greedy" and (sampling.counts_tokens or sampling.logit_bias):
             raise ValueError(
-                f"prompt {number + 1}: mode greedy has no logit_bias and penalties; take mode sample with temperature "
-                "0, which is greedy, too"
+                f"prompt {number + 1}: mode greedy has no logit_bias, presence and frequency penalty; take mode sample "
+                "with temperature 0, which is greedy, too"
             )
         if request.max_draft_nodes is not None and not self.step.can_be_bounded:
             raise ValueError(

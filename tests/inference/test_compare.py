@@ -80,7 +80,7 @@ def test_intervals_are_of_pairs(reports):
     paired = compare.compare({n: [60, 10, 10, 10, 90, 10, 12, 10] for n in range(4)})
     assert paired["b"] == 7.5 and paired["difference"] == 1.5 and paired["ratio_interval"] is None, "of four"
     a, b = reports
-    rows = {(kind, name): found for kind, name, found in compare.rows_of(a, b)}
+    rows = {(kind, name): found for kind, name, found in compare.rows_of(a, b, True)}
     assert [*dict.fromkeys(kind for kind, _ in rows)] == [None, "code", "writing", "other"]
     for report, which in zip(reports, "ab", strict=True):
         for kind in (None, "code", "writing", "other"):

@@ -340,7 +340,8 @@ def test_sampled_answers_do_not_depend_on_the_batch(run, tmp_path, monkeypatch):
     assert all(turns == ["user", "assistant"] * (len(turns) // 2) for turns in roles)
     turns = {seed.id: seed.turns for seed in read_seeds([Source(source="seeds.jsonl")])[0]}
     added = [len(roles) // 2 - turns[seed] for seed, roles in zip(alone, roles, strict=True)]
-    assert set(added) == {0, 1}, "of self-talk; a turn of the user that is cut is not used"
+    # Of self-talk; a turn of the user that is cut is not used. An empty answer ends a conversation early.
+    assert {0, 1} <= set(added) <= {-1, 0, 1}
 
 
 def test_conversations_that_the_target_begins(run, tiny_lm, tmp_path):

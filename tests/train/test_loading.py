@@ -209,7 +209,7 @@ def test_workers_make_batches_during_a_step():
 
 def test_how_many_workers_there_are(monkeypatch, capsys):
     """None on a CPU; on a GPU two, if cores and shared memory suffice."""
-    monkeypatch.setattr(module, "available_cores", lambda: 16)
+    monkeypatch.setattr("draftsmith.train.launch.available_cores", lambda: 16)
     made, gpu = MicroBatches(Samples(samples), 8, 2, 4, 0), torch.device("cuda")
     assert module._workers(made, range(4), 5, CPU) == 0
     assert module._workers(made, range(4), 5, gpu) == module.WORKERS == 2
