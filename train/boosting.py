@@ -110,7 +110,7 @@ def rows_of_round(
         if (was := made.get(name, value)) == value:  # older folders do not say all
             continue
         if name == "rows":
-            raise ValueError(f"--resume: the training rows are others than those of which round {number} has the rest")
+            raise ValueError(f"--resume: round {number} had other training rows; use them, or --restart")
         label = name if name == "stages" else f"boost.{name}"
         raise ValueError(
             f"--resume: round {number} trains on what {label}={was} left, and the recipe now has {value}; set it "
