@@ -314,7 +314,7 @@ def test_a_run_goes_on_with_the_marks_that_it_has(train):
     said = train.refused("killed", "--resume", "boost.tokens=4")
     assert "--resume: round 0 trains on what boost.tokens=1 left, and the recipe now has 4; set it back" in said
     file = train.recipe.parent / "killed/marks/0/asked.json"
-    for name, words in (("rows", "round 0 had other training rows; use them"), ("stages", "trains on what stages=9 left")):
+    for name, words in (("rows", "round 0 had other training rows"), ("stages", "trains on what stages=9 left")):
         asked = json.loads(file.read_text())
         file.write_text(json.dumps(asked | {name: 9}))
         assert words in train.refused("killed", "--resume")
