@@ -291,8 +291,7 @@ def test_llama7b_68m_ssm(world):
     """The base of the SSMs is on the Hub, too, with pickled weights; every SSM is uploaded."""
     name, parts = "llama7b-68m-ssm", ["ssm-0", "ssm-1", "ssm-2"]
     ask = "{prompts: 24, prompt_tokens: 12, new_tokens: 12, batch_size: 8}"
-    sources = [f"data.{part}.limit=40" for part in ("train.0", "train.1", "validation.0")]
-    sources += [f"data.{part}.answers={ask}" for part in ("train.0", "train.1", "validation.0")]
+    sources = [f"data.{part}.answers={ask}" for part in ("train.0", "train.1", "validation.0")]
     rounds = [f"stages.{n}.{size}" for n in range(3) for size in ("steps=4", "batch={sequences: 4, accumulate: 2}")]
     out = train(world, name, *rounds, *sources, "boost.min_prompts=4")
     assert all(f"{part}: " in out for part in parts)
