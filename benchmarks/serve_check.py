@@ -137,7 +137,8 @@ def damage(folder: Path, how: str, layers: int) -> None:
         for name in biases:
             weights[name].zero_()
     elif how == "shifted-layers" and "norm.weight" in weights:
-        names = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")  # DFlash's two
+        # The first two are DFlash's, of z-lab's form and of speculators'.
+        names = ("target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
         place, name = next(
             ((each, name) for each in (config.get("dflash_config", {}), config) for name in names if name in each),
             (config, names[2]),

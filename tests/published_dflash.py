@@ -5,9 +5,9 @@
 DRAFTER is a folder that train/dflash.py wrote, FOLDER a checkout of github.com/z-lab/dflash (compared at 44947fb),
 which runs in this environment. The drafter is exported as models/export.py does it (--to sglang, the published layout)
 and loaded by the published class. Both decode the prompts greedily in float32 on the CPU, by chains of a block. Nothing
-of the published code is copied. Two things that it calls are others here: its clock, which asks for a GPU, and ``crop``
-of a cache, which took a length before transformers took a number of tokens to remove. It drafts from the target's
-whole vocabulary: of a drafter with a draft vocabulary, ours does so here, too.
+of the published code is copied. It is given two things in place of its own: a clock that needs no GPU, and a cache
+whose ``crop`` takes a length, as in older versions of transformers. It drafts from the target's whole vocabulary: of a
+drafter with a draft vocabulary, ours does so here, too.
 
 Exit codes: 0 equal, 1 not equal, 2 wrong usage or bad input. Equal means: the same tokens, and as many of them in every
 step but each answer's last, which the limit may cut.
@@ -37,7 +37,7 @@ from draftsmith.models.target import load_target
 
 
 class Cache(DynamicCache):
-    """Cropped to a length."""
+    """A cache that is cropped to a length, not by a number of tokens."""
 
     def crop(self, max_length: int) -> None:
         if surplus := self.get_seq_length() - max_length:

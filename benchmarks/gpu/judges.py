@@ -142,11 +142,10 @@ CODER_GOALS = {  # on HumanEval: × plain decoding, and τ
 
 
 def slower(speeds: Mapping[str, float | None]) -> list[str]:
-    """Of the speeds × plain by drafter: those of n-grams alone below 0.97, and merges with n-grams below 0.97 × the
-    drafter without them."""
-    bars = {name: 1.0 if name == "ngram" else speeds.get(name.removesuffix("+ngram")) or 0.0 for name in speeds
-            if name.endswith("ngram")}  # fmt: skip
-    return [name for name, bar in bars.items() if (speeds[name] or 0.0) < 0.97 * bar]
+    """Of drafters' speeds over plain decoding, None where none was timed: n-grams alone below 0.97, and merges with
+    n-grams below 0.97 × the drafter without them."""
+    plain = {"ngram": 1.0, **{f"{name}+ngram": speed for name, speed in speeds.items()}}
+    return [name for name, speed in speeds.items() if speed is not None and speed < 0.97 * (plain.get(name) or 0.0)]
 
 
 def judge_coder(part: str) -> Judge:

@@ -284,6 +284,7 @@ def test_coder(tmp_path, write):
         found = judged(**{"eagle3_ngram": 1.46, "ngram": 0.97, name: speed})
         assert not found.met and f"{name.replace('_', '+')} is slower than without n-grams" in found.value
         assert found.value.count("slower") == 1
+    assert not judges.slower({"eagle3": 1.5, "eagle3+ngram": None, "ngram": None}), "not timed is not slower"
 
 
 def test_budget_and_magicdec(tmp_path, write):

@@ -157,9 +157,9 @@ def test_shifted_layers_of_a_block_drafter(served, tmp_path, to, places):
     damage(tmp_path / "out", "shifted-layers", 12)
     after = json.loads((tmp_path / "out/config.json").read_text())
     *path, name = places
-    for wanted, own in ((before[path[0]], after[path[0]]) if path else (before, after),):
-        assert own[name] == [layer - 1 for layer in wanted[name]] and len(own[name]) > 1
-        own[name] = wanted[name]
+    wanted, own = (config[path[0]] if path else config for config in (before, after))
+    assert own[name] == [layer - 1 for layer in wanted[name]] and len(own[name]) > 1
+    own[name] = wanted[name]
     assert after == before
 
 

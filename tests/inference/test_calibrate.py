@@ -354,7 +354,7 @@ def test_heads_may_have_a_dynamic_tree(calibrated, heads_folder, monkeypatch, sp
     known = tree["calibration"]["dynamic"]
     ranks = torch.zeros(
         1, 3, 15, dtype=torch.int64
-    )  # of DFlash with blocks of 16: all depths have too many paths for 64
+    )  # of DFlash with blocks of 16: all depths are too many for 64 nodes
     drafts = (ranks, torch.linspace(0, -9, 10).expand(1, 3, 15, 10).log_softmax(-1))
     fixed = Candidate((chain(15),), 2.0, 1.5, (15,))
     compared = simulated([drafts], fixed, step_costs(load_target("models/tiny-lm")), lambda *_: 0.1)

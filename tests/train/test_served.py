@@ -131,9 +131,8 @@ def test_a_run_on_served_features(kind, serve, tiny_lm, tmp_path, run_main):
     """Losses, evaluations, config and weights are those of a run with the whole target, which decodes with them; no
     padding is asked for."""
     captured = [] if kind == "medusa" else [0, 1]
-    drafter = {"medusa": {"num_draft_heads": 3}, "eagle": {"version": 3, "unroll": 2}, "dflash": {"block_size": 4}}[
-        kind
-    ]
+    sizes = {"medusa": {"num_draft_heads": 3}, "eagle": {"version": 3, "unroll": 2}, "dflash": {"block_size": 4}}
+    drafter = sizes[kind]
     drafter |= {"captured_layers": captured} if captured else {}
     server, source = serve([*captured, 2]), [{"source": str(CHATS)}]
     data = {"train": source, "validation": source, "max_length": 128, "packing": True}
