@@ -6,13 +6,14 @@
 
 A row is a target, a drafter and a device: training tokens and time, then τ and tokens/s over plain decoding on each of
 four sets of prompts and on all of them, each with its 95 % interval, and how many tokens differ from plain decoding.
+transformers' own decoding, and its prompt lookup, are rows too where --baseline all timed them beside the drafters.
 Kept reports are benchmarks/results/coder/*.json, without paths and without figures of single prompts; a report of the
 same target, drafter, device and dtype takes the place of the one before. A document's marker says which rows it has:
 smollm2-table those of SmolLM2, and coder-table the others, with published figures (benchmarks/results/published.json)
 below.
 
 The reports are written by decode.py with the four sets as files, named humaneval.jsonl, mbpp.jsonl, gsm8k.jsonl and
-mt-bench.jsonl (--prompts for each), --baseline engine and --check-lossless.
+mt-bench.jsonl (--prompts for each), --baseline engine or all, and --check-lossless.
 """
 
 import argparse
@@ -32,6 +33,7 @@ KEPT = "benchmarks/results/coder"
 PUBLISHED = "benchmarks/results/published.json"
 SETS = {"humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K", "mt-bench": "MT-Bench"}
 TABLES = ("coder-table", "smollm2-table")
+PEERS = {"transformers": "transformers, generate", "prompt_lookup": "transformers, prompt lookup"}
 FIGURES = ("prompts", "timed_prompts", "mean_accepted_length", "mean_accepted_length_interval", "speedup")
 FIGURES += ("speedup_interval", "tokens_per_second", "baselines")
 FACTS = ("target_fingerprint", "device", "dtype", "mode", "lossy", "sampling", "max_new_tokens", "batch_size")
@@ -91,6 +93,35 @@ def reduced(report: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
+def peers(report: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """What the table needs of transformers' methods that a report timed beside plain decoding by the engine."""
+    bases: Mapping[str, Any] = report.get("per_group", {}).get("baselines", {})
+    if not {*PEERS} & {*bases} or "engine" not in bases:
+        return []
+    from draftsmith.inference.measure.timing import Timed, speedup, speedup_fields
+
+    of = report["per_prompt"]
+    kind_of = dict(zip(of["group"], of["kind"], strict=True))
+
+    def figures(peer: str, kind: str | None) -> dict[str, Any]:
+        timed = list[Timed]()
+        for method in (bases[peer], bases["engine"]):
+            own = [n for n in range(len(method["seconds"])) if kind in (None, kind_of[n])]
+            timed.append(Timed({}, [method["new_tokens"][n] for n in own], [[method["seconds"][n]] for n in own]))
+        own_fields = of_all["all"] if kind is None else of_all["sets"][kind]
+        speed = {"mean_accepted_length": None, "mean_accepted_length_interval": None}
+        speed |= speedup_fields("speedup", speedup(*timed))
+        return own_fields | speed | {"tokens_per_second": round(timed[0].tokens_per_second, 2)}
+
+    of_all = reduced(report, where) | {"training": None, "lossless": None, "tree_nodes": 0, "execution": "transformers"}
+    return [
+        of_all
+        | {"drafter": name, "all": figures(peer, None), "sets": {kind: figures(peer, kind) for kind in of_all["sets"]}}
+        for peer, name in PEERS.items()
+        if peer in bases
+    ]
+
+
 def file_of(report: Mapping[str, Any]) -> Path:
     """Where a reduced report is kept."""
     device = re.sub(r", \d+ cores.*", "", report["device"])
@@ -138,11 +169,12 @@ def with_bounds(value: float | None, bounds: Sequence[float] | None, sign: str =
 
 
 def figures_text(of: Mapping[str, Any] | None) -> str:
-    """τ, and × plain decoding."""
+    """τ, if it has one, and × plain decoding."""
     if of is None:
         return "–"
     tau = with_bounds(of["mean_accepted_length"], of["mean_accepted_length_interval"])
-    return f"{tau}; {with_bounds(of['speedup'], of['speedup_interval'], ' ×')}"
+    speed = with_bounds(of["speedup"], of["speedup_interval"], " ×")
+    return speed if of["mean_accepted_length"] is None else f"{tau}; {speed}"
 
 
 def exact_text(report: Mapping[str, Any]) -> str:
@@ -244,7 +276,10 @@ def main() -> None:
     if args.write and args.reports and not args.keep:
         raise ValueError("--write takes the kept reports; add --keep, or leave out --write")
     console = make_console()
-    given = [reduced(json_object(path, "report"), str(path)) for path in args.reports]
+    read = [(json_object(path, "report"), str(path)) for path in args.reports]
+    given = [reduced(*each) for each in read]
+    # Each report of a run has the same ones.
+    given += {(file_of(peer), peer["command"]): peer for each in read for peer in peers(*each)}.values()
     for report in given if args.keep else ():
         file = file_of(report)
         file.parent.mkdir(parents=True, exist_ok=True)

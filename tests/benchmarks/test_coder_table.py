@@ -55,7 +55,8 @@ def reports(run_main, drafter, target, tmp_path_factory):
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns))
         words += ["--prompts", file]
-    words += ["--first", 5, "--max-new-tokens", 8, "--check-lossless", "--report", folder / "out"]
+    words += ["--first", 5, "--max-new-tokens", 8, "--check-lossless", "--baseline", "all"]
+    words += ["--report", folder / "out"]
     code, _, err = run_main(decode.main, *words, script="inference/decode.py")
     assert code == 0, err
     return [folder / "out" / name / "report.json" for name in ("heads", "heads+ngram")]
@@ -88,6 +89,25 @@ def test_every_cell_is_a_figure_of_the_report(run_main, reports):
     assert "Published figures" in out and "| Qwen3-1.7B | " in out
 
 
+def test_transformers_own_methods_are_rows_of_the_same_run(run_main, reports):
+    report = json.loads(reports[0].read_text())
+    theirs, lookup = coder_table.peers(report, "x")
+    assert theirs["all"]["speedup"] == pytest.approx(1 / report["baselines"]["engine"]["speedup_vs_transformers"], 1e-3)
+    for kind, of in report["kinds"].items():
+        speeds = {name: base["tokens_per_second"] for name, base in of["baselines"].items()}
+        for peer, name in ((theirs, "transformers"), (lookup, "prompt_lookup")):
+            low, high = peer["sets"][kind]["speedup_interval"]
+            assert low < peer["sets"][kind]["speedup"] < high
+            assert peer["sets"][kind]["speedup"] == pytest.approx(speeds[name] / speeds["engine"], 1e-3)
+    code, out, err = run_main(coder_table.main, *reports)
+    assert code == 0, err
+    for peer in (theirs, lookup):
+        (row,) = [line.split(" | ") for line in out.splitlines() if f"| {peer['drafter']} |" in line]
+        low, high = peer["all"]["speedup_interval"]
+        assert row[8] == f"{peer['all']['speedup']:.2f} × ({low:.2f}–{high:.2f})"
+        assert row[3] == "none" and row[9].startswith("not compared")
+
+
 def test_what_is_kept_and_written(run_main, reports, tmp_path, monkeypatch):
     monkeypatch.setattr(coder_table, "ROOT", tmp_path)
     (tmp_path / "benchmarks/results").mkdir(parents=True)
@@ -98,12 +118,12 @@ def test_what_is_kept_and_written(run_main, reports, tmp_path, monkeypatch):
         code, _, err = run_main(coder_table.main, "--keep", *reports, "--write", page)
         assert code == 0, err
         kept = sorted((tmp_path / coder_table.KEPT).glob("*.json"))
-        assert len(kept) == 2
+        assert len(kept) == 4, "two drafters, and transformers with and without prompt lookup"
     assert str(reports[0].parents[2]) not in "".join(path.read_text() for path in kept), "no path of this machine"
     assert len(kept[0].read_bytes()) < 8000
     text = page.read_text()
     assert text.startswith(f"# A\n\n{BEGIN}\n| target | ") and text.endswith(f"\n{END}\n\nrest\n")
-    assert "| heads | " in text and "old" not in text
+    assert "| heads | " in text and "| transformers, generate | " in text and "old" not in text
     code, out, _ = run_main(coder_table.main)
     assert code == 0 and out.strip() == between(text, "page", BEGIN, END)[1]
     code, out, _ = run_main(coder_table.main, *kept)
