@@ -183,7 +183,7 @@ def main() -> None:
     rows = earlier(args, target)
     done = {(row["batch"], row["context"]) for row in rows}
     facts = facts_of(__file__, target) | {"options": chosen(args, *MEASURED), "bar": BAR}
-    drafters = candidates(target, args.drafters, args.selectors, args.entries)
+    drafters = candidates(target, args.drafters, args.selectors, args.entries, {})
     models = {id(model): model for each in drafters for model in each.make(max(each.drafts)).models}
     for number, (batch, context) in enumerate(args.settings, 1):
         if (batch, context) in done:

@@ -122,7 +122,8 @@ class Source(Section):
 
 class Data(Section):
     tiny: ClassVar[dict[str, Any]] = {"max_length": TINY_LENGTH, "workers": 0}
-    may_change: ClassVar[frozenset[str]] = frozenset({"workers"})  # when a run resumes: they change no sample
+    # When a run resumes: they change no sample.
+    may_change: ClassVar[frozenset[str]] = frozenset({"workers", "max_skipped", "max_unsupervised"})
 
     train: list[Source] = Field(min_length=1)
     validation: list[Source] = Field(min_length=1)

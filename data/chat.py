@@ -9,6 +9,7 @@ An error of one row is an :class:`draftsmith.data.rows.UnusableRow`, an error of
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
@@ -21,7 +22,9 @@ from draftsmith.data.chat_template import (
     ADVICE,
     PLAIN,
     apply_template,
+    arguments_as_text,
     date_note,
+    own_template,
     prints_date,
     render,
     rendered_fields,
@@ -79,6 +82,9 @@ def _rendered_prompt(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any
 ) -> str:
     options = {"tools": list(tools)} if tools else {}
+    used = template or own_template(tokenizer, tools)
+    if isinstance(used, str) and any("tool_calls" in message for message in messages):
+        messages = _with_calls(messages, arguments_as_text(used, frozenset(tokenizer.special_tokens_map.items())))
     return str(apply_template(messages, tokenizer, template, add_generation_prompt=True, tokenize=False, **options))
 
 
@@ -94,7 +100,7 @@ def left_out(
     special = frozenset(tokenizer.special_tokens_map.items())
     marked = _marked(prompt)
     roles = _unseen(marked, _rendered_prompt(marked, tokenizer, None, tools))
-    return fields - rendered_fields(template_of(tokenizer, None), special) | roles
+    return fields - rendered_fields(template_of(tokenizer, None, tools), special) | roles
 
 
 def _as_rendered(messages: Sequence[Message], reasoning: bool = True) -> list[Message]:
@@ -106,6 +112,19 @@ def _as_rendered(messages: Sequence[Message], reasoning: bool = True) -> list[Me
         return bare
     pairs = zip(bare, thoughts, strict=True)
     return [m if t is None else {**m, **dict.fromkeys(REASONING, t)} for m, t in pairs]
+
+
+def _with_calls(messages: Sequence[Message], as_text: bool) -> list[Message]:
+    """Messages whose calls' arguments are objects, as they are read, or texts."""
+
+    def call(of: dict[str, Any]) -> dict[str, Any]:
+        arguments = of["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**of, "function": {**of["function"], "arguments": text}}
+
+    if not as_text:
+        return [*messages]
+    return [{**m, "tool_calls": [*map(call, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
@@ -165,7 +184,7 @@ def encode(
     elif isinstance(content, Completion):
         encoded = Encoded([_encode_completion(content, tokenizer, "length" in finish_reasons[-1:])])
     else:
-        chat = Chat(content, tokenizer, template_of(tokenizer, template), tools, reasoning)
+        chat = Chat(content, tokenizer, template_of(tokenizer, template, tools), tools, reasoning)
         try:
             encoded = chat.encode(finish_reasons, check)
         except UnusableRow as unusable:
@@ -174,8 +193,13 @@ def encode(
             except UnusableRow:
                 raise ValueError(str(unusable)) from None
             raise
-    cut = [Sample(sample.ids[:max_length], sample.supervised[:max_length]) for sample in encoded.samples]
-    return replace(encoded, samples=cut)
+    return replace(encoded, samples=shortened(encoded.samples, max_length))
+
+
+def shortened(samples: Sequence[Sample], max_length: int) -> list[Sample]:
+    """A row's samples, cut; those that have a label then, or one without."""
+    shorter = [Sample(sample.ids[:max_length], sample.supervised[:max_length]) for sample in samples]
+    return [sample for sample in shorter if any(sample.supervised)] or shorter[:1]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -244,7 +268,7 @@ class Chat:
         self.key = frozenset(self.special.items())
         self.marks = bool(_GENERATION.search(template))
         self.asked = {i for i, message in enumerate(messages) if ASKED in message}
-        self.messages = _as_rendered(messages, reasoning)
+        self.messages = _with_calls(_as_rendered(messages, reasoning), arguments_as_text(template, self.key))
 
     def render(self, end: int, prompt: bool = False, marks: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The first messages, and the places of the generation blocks."""
@@ -264,9 +288,10 @@ class Chat:
         parts, notes = self.spans()
         if answers and not any(spans for _, spans in parts):
             raise UnusableRow(notes[0].replace(_NO_LABEL, "no answer has a label, since "))
+        parts = [part for part in parts if part[1]] or parts  # the whole chat's has none where its answers have others
         samples = [self._sample(text, spans, cut, notes if check else None) for text, spans in parts]
         if prints_date(self.template, self.key):
-            notes += [date_note(self.template)] * len(answers)
+            notes += [date_note(self.template, self.key)] * len(answers)
         return Encoded(samples, len(answers), tuple(notes), self.rendered(), unseen)
 
     def spans(self) -> tuple[list[tuple[str, list[Span]]], list[str]]:

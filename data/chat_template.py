@@ -58,20 +58,23 @@ def check_template(template: str, where: str = "data.template") -> None:
         raise ValueError(f"{where}: no Jinja template ({type(error).__name__}: {first_line(error, 100)})") from None
 
 
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> Any:
+def own_template(tokenizer: PreTrainedTokenizerBase, tools: Any = ()) -> Any:
+    """A tokenizer's own template; of several, that which ``transformers`` takes with these tools."""
     own = tokenizer.chat_template
-    return own.get("default") if isinstance(own, dict) else own  # some have several
+    if isinstance(own, dict):
+        return own["tool_use"] if tools and "tool_use" in own else own.get("default")
+    return own
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
-    """The template that renders chats: the recipe's, else the tokenizer's own.
+def template_of(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any = ()) -> str:
+    """The template that renders chats: the recipe's, else the tokenizer's own (of several, that for these tools).
     Raises ValueError: there is none, or it is no Jinja template."""
-    own_template = _own_template(tokenizer)
-    if template is None and not isinstance(own_template, str):
+    own = own_template(tokenizer, tools)
+    if template is None and not isinstance(own, str):
         raise ValueError(f"the tokenizer has no chat template; {ADVICE}")
     if template is None:
-        check_template(cast(str, own_template), "the tokenizer's own chat template")
-    return template or cast(str, own_template)
+        check_template(cast(str, own), "the tokenizer's own chat template")
+    return template or cast(str, own)
 
 
 def with_arguments(template: str, arguments: Mapping[str, bool | int | float | str]) -> str:
@@ -139,24 +142,36 @@ def rendered_fields(template: str, special: frozenset[tuple[str, str]]) -> froze
     """The fields that a chat template renders, of ``tools``, ``tool_calls`` and those of the reasoning: found by
     rendering chats that have a mark in them. Of other fields, all names that stand in the template.
     ``special``: the tokenizer's special tokens by their names."""
-
-    def shows(*, tools: Any = None, **fields: Any) -> bool:
-        answer = {"role": "assistant", "content": "", **fields}
-        try:
-            return MARK in render([PLAIN[0], answer], template, dict(special), tools=tools)[0]
-        except UnusableRow:
-            return False
-
     function = {"name": MARK, "description": "", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "call00000", "type": "function", "function": {"name": MARK, "arguments": {}}}
     found = set(re.findall(r"\w+", template)) - {"tools", "tool_calls", *REASONING}
-    if shows(tools=[{"type": "function", "function": function}], content="x"):
+    if _shows(template, special, tools=[{"type": "function", "function": function}], content="x"):
         found.add("tools")
-    if shows(tool_calls=[call]):
+    if any(_shows_call(template, special, arguments) for arguments in ({}, "{}")):
         found.add("tool_calls")
-    if shows(content="x", **dict.fromkeys(REASONING, MARK)):
+    if _shows(template, special, content="x", **dict.fromkeys(REASONING, MARK)):
         found.update(REASONING)
     return frozenset(found)
+
+
+@lru_cache(64)
+def arguments_as_text(template: str, special: frozenset[tuple[str, str]]) -> bool:
+    """Whether a chat template takes a call's arguments as text alone, as OpenAI writes them and DeepSeek joins them to
+    others; most take an object."""
+    return not _shows_call(template, special, {}) and _shows_call(template, special, "{}")
+
+
+def _shows_call(template: str, special: frozenset[tuple[str, str]], arguments: Any) -> bool:
+    function = {"name": MARK, "arguments": arguments}
+    return _shows(template, special, tool_calls=[{"id": "call00000", "type": "function", "function": function}])
+
+
+def _shows(template: str, special: frozenset[tuple[str, str]], *, tools: Any = None, **fields: Any) -> bool:
+    """Whether an answer with a mark in these fields, or in the tools, shows it."""
+    answer = {"role": "assistant", "content": "", **fields}
+    try:
+        return MARK in render([PLAIN[0], answer], template, dict(special), tools=tools)[0]
+    except UnusableRow:
+        return False
 
 
 @lru_cache(64)
@@ -174,15 +189,18 @@ def prints_date(template: str, special: frozenset[tuple[str, str]]) -> bool:
 
 def rendered_today(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str | None:
     """A chat as a template that prints the day's date renders it; None for another template."""
-    used = template or _own_template(tokenizer)
+    used = template or own_template(tokenizer)
     special = tokenizer.special_tokens_map
     if not isinstance(used, str) or not prints_date(used, frozenset(special.items())):
         return None
     return render(PLAIN, used, special)[0]
 
 
-def date_note(template: str) -> str:
-    """Advice for a template that prints the day's date."""
-    names = re.findall(r"\b[a-z_]*date[a-z_]*\b", template)
-    how = f"data.template_arguments={{{names[0]}: …}}" if names else "a data.template without it"
+@lru_cache(64)
+def date_note(template: str, special: frozenset[tuple[str, str]]) -> str:
+    """Advice for a template that prints the day's date: the argument that takes its place, if there is one."""
+    names = dict.fromkeys(re.findall(r"\b[a-z_]*date[a-z_]*\b", template))
+    pins = (name for name in names if not prints_date(with_arguments(template, {name: "x"}), special))
+    name = next(pins, None)
+    how = f"data.template_arguments={{{name}: …}}" if name else "a data.template without it"
     return f"answers stand under the date of today, which the chat template prints; pin it by {how}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.data.chat import Encoded, encode_prompt
+from draftsmith.data.chat import Encoded, encode_prompt, shortened
 from draftsmith.data.formats import ASKED, FLAGS, REASONING, Message, TokenIds
 from draftsmith.data.packing import Sample
 from draftsmith.data.rows import UnusableRow
@@ -52,8 +52,8 @@ def encode_sampled(
         samples.append(Sample(prompt + ids, marks + [trained] * len(ids)))
         if check and _rendered(messages[:place], tokenizer, template, tools) != prompt:
             notes.append(OTHER_PROMPT)
-    cut = [Sample(sample.ids[:max_length], sample.supervised[:max_length]) for sample in samples]
-    return Encoded(cut, len(answers), tuple(notes), frozenset({*REASONING, "tool_calls", "tools"}))
+    rendered = frozenset({*REASONING, "tool_calls", "tools"})
+    return Encoded(shortened(samples, max_length), len(answers), tuple(notes), rendered)
 
 
 def _is_text_of(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -1,8 +1,9 @@
 """Rows of a source too large to be stored: read, encoded and packed one window at a time, during training.
 
-A window is ``WINDOW`` consecutive samples; its rows are shuffled among themselves. Row number → row is a pure function
-of source and seed, so that a resumed run sees the same rows as an uninterrupted one. The number of rows of each window
-is kept in the run's folder, so that a resumed run need not read the source from the beginning.
+A window is the samples of ``WINDOW`` consecutive rows of the source; packed, they are shuffled among themselves. Row
+number → row is a pure function of source and seed, so that a resumed run sees the same rows as an uninterrupted one.
+The number of rows of each window is kept in the run's folder, so that a resumed run need not read the source from the
+beginning.
 """
 
 import bisect
@@ -24,7 +25,7 @@ from draftsmith.data.packing import Rows
 from draftsmith.data.rows import Skipped, rows
 from draftsmith.data.tokenized import check, encoded, template_for, tokenizer_facts
 
-WINDOW = 1000  # samples that are in memory at a time and shuffled among themselves
+WINDOW = 1000  # of the source's rows, whose samples are in memory at a time and shuffled among themselves
 
 
 class StreamedRows:
@@ -63,7 +64,7 @@ class StreamedRows:
         if today and asked != self.request and isinstance(asked, dict) and {**asked, "today": today} == self.request:
             raise ValueError(
                 f"data source '{source.source}': its chats were streamed with another date, which the chat template "
-                "prints; pin that date by data.template_arguments, or begin a new run"
+                "prints; it cannot go on: begin a new run, with the date pinned by data.template_arguments"
             )
         # The open iterator, its next window, and the process that opened it: a forked one would move the other's file.
         self._reading: tuple[Any, int, int] = first, 0, os.getpid()

@@ -30,7 +30,7 @@ from draftsmith.data.sampled import OTHER_TOKENIZER, encode_sampled
 if TYPE_CHECKING:  # takes seconds to import, and a template is read without it
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = "8"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows,sampled}.py give
+_VERSION = "9"  # of the encoding; to be raised with each change of what data/{chat,chat_template,rows,sampled}.py give
 CHUNK = 500  # rows that a process encodes at a time
 LOOKED_AT = 8  # conversations of a source whose labels are compared with its texts, and those with other roles
 

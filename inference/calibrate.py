@@ -127,6 +127,7 @@ def main() -> None:
         return print_costs(load_target(args.target, **options), lean)
     folder, config, weights = read_named(folder_of(folders[0])[0], args.target, **options)
     drafter, target_name = calibration_of(folder, config, weights), args.target or config["target"]["name_or_path"]
+    options |= {} if args.target else {"revision": config["target"].get("revision")}
     if drafter is None:
         check_no_tree(args)
         return print_costs(target_of(folder, config, load_target(target_name, **options)), lean)

@@ -260,7 +260,7 @@ def check(args: argparse.Namespace) -> None:
             "--live prints the texts of --prompts and measures nothing; leave out --report and --check-lossless"
         )
     if not measured and (args.live or not args.prompts):
-        for name, default in (("batch_size", 1), ("repeat", 1), ("seconds", None), ("show", 0)):
+        for name, default in {"batch_size": 1, "repeat": 1, "seconds": None, "show": 0, "baseline": "engine"}.items():
             if getattr(args, name) != default:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is for what is measured, --prompts or --report; leave it out"

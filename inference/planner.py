@@ -118,7 +118,7 @@ def main() -> None:
     selectors, lean = args.selectors or possible_selectors(target), DECODERS[args.decoder]
     sizes = args.contexts, args.batch_sizes
     if args.drafters:
-        chosen = candidates(target, args.drafters, selectors, args.entries)
+        chosen = candidates(target, args.drafters, selectors, args.entries, options)
         texts = {size: [each[:size] for each in given if len(each) >= size][: args.texts] for size in args.contexts}
         facts = plan_drafters(target, chosen, *sizes, texts if given else args.texts, args.new_tokens, lean)
     else:

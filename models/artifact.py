@@ -151,7 +151,7 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
 The adapter in `{target.adapter}/` is part of it: it was trained with the drafter and is merged into the target that is
 loaded, so that the output is that of the target so changed.
 """
-    return f"""{whose.front_matter(licence, drafter_type)}
+    return f"""{whose.front_matter(licence, drafter_type, "imported_from" in facts)}
 # {name}: a drafter of type {drafter_type} for {whose.name}
 
 A drafter for speculative decoding with `{whose.name}`, {made} with draftsmith. It proposes tokens that the target
@@ -169,7 +169,7 @@ python -m draftsmith.inference.decode . --prompts FILE.jsonl --baseline all --ch
 Elsewhere, write this folder's path in place of the `.`, or `USER/NAME` if it is on the Hub. If the target is
 not found, give it by `--target {whose.argument}`.
 
-{whose.licensed(licence)}
+{whose.licensed(licence, "imported_from" in facts)}
 
 ## Measured
 

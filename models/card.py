@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from draftsmith.common.files import file_sha256, object_or_empty
-from draftsmith.models.files.locate import FETCHES, local_folder
+from draftsmith.models.files.locate import FETCHES, gguf_file, local_folder
 
 PLACEHOLDER = "TARGET"
 # What models/fetch.py fetches: name, licence and command, by the fingerprint of the GGUF file: that of its weights with
@@ -62,17 +62,19 @@ class Named:
     licence: str | None
     about: str = ""
 
-    def front_matter(self, licence: str | None, tags: str) -> str:
+    def front_matter(self, licence: str | None, tags: str, imported: bool) -> str:
         """The card's metadata, which the Hub reads.
-        ``licence``: of the drafter; the target's if None, none if that is unknown too."""
-        fields = {"license": licence or self.licence, "base_model": self.hub_id}
+        ``licence``: of the drafter; the target's if None, none if that is unknown too, or others published it."""
+        fields = {"license": licence or (None if imported else self.licence), "base_model": self.hub_id}
         lines = [f"{name}: {value}" for name, value in fields.items() if value]
         return "\n".join(["---", "library_name: draftsmith", *lines, f"tags: [speculative-decoding, {tags}]", "---"])
 
-    def licensed(self, licence: str | None) -> str:
+    def licensed(self, licence: str | None, imported: bool) -> str:
         """The paragraph on the licence."""
         if licence:
             return f"Licence: {licence}."
+        if imported:
+            return "The published drafter states no licence."
         if self.licence:
             return f"Licence: {self.licence}, which is the target's."
         return "No licence was stated in the recipe, and the target's is not known here."
@@ -103,8 +105,8 @@ def served_name(name: str, fingerprint: str, served: str | None = None) -> str:
     Arguments as those of :func:`named`."""
     if served is None and fingerprint in _FETCHED:
         return _FETCHED[fingerprint][0]
-    folder = local_folder(served or name)
-    return str(folder.resolve()) if folder else served or name
+    found = local_folder(served or name) or gguf_file(served or name)
+    return str(found.resolve()) if found else served or name
 
 
 def is_hub_id(name: str) -> bool:

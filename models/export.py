@@ -193,9 +193,7 @@ def main() -> None:
     if args.to in ("speculators", "medusa"):
         served = served_name(source.target_name, source.fingerprint, args.served_target)
         if not is_hub_id(served):
-            print(
-                f"its config.json names the target by {served}, a folder of this machine; for others: --served-target"
-            )
+            print(f"its config.json names the target by {served}, a path of this machine; for others: --served-target")
     if source.drafter.draft_vocab is not None and not source.has_draft_vocab(args.to):
         print("a draft vocabulary has no place there: servers draft from all tokens, by the target's own LM head")
     if args.push_to_hub:

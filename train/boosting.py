@@ -65,9 +65,8 @@ def unmatched(ranks: np.ndarray, samples: Tokenized, unit: str, tokens: int) -> 
     place = np.arange(len(label)) - (first[answer.clip(0)] if len(first) else 0)
     missed = (ranks > 0) & label
     if unit == "segment":
-        windows = place.max(initial=0) // tokens + 1
-        segment = np.where(label, answer * windows + place // tokens, 0)
-        return label & (np.bincount(segment, missed, len(first) * windows)[segment] > 0)
+        window = (np.cumsum(label & (place % tokens == 0)) - 1).clip(0)  # of each label
+        return label & (np.bincount(window, missed)[window] > 0)
     beginning = missed & (place < tokens)
     of_sample = np.bincount(sample[beginning], minlength=len(sizes)) > 0
     return label & of_sample[sample]

@@ -313,7 +313,8 @@ def distill(
             failed_in_a_row += why.reason not in OF_THE_PROMPT
             unreached += why.retry or why.reason.startswith("http")
         show(share.ended())
-        if recipe.endpoint and failed_in_a_row >= recipe.endpoint.give_up:
+        asks = recipe.endpoint if recipe.backend == "endpoint" else None
+        if asks and failed_in_a_row >= asks.give_up:
             raise GivenUpError
 
     stopped: BaseException | None = None
@@ -355,7 +356,9 @@ def report(counts: dict[str, Any], shards: Shards, stopped: BaseException | None
             summary += f"; {CUT_THINKING}: {THINKING}"
     if unanswered or not counts["done"]:
         detail = list(shards.failures.values())[-1]["detail"]
-        print(f"error: no answers: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
+        why = "no more answers" if counts["done"] else "no answers"
+        why += ", endpoint.give_up prompts in a row" if stopped else ""
+        print(f"error: {why}: {summary}{f': {detail}' if detail else ''}", file=sys.stderr, flush=True)
         raise SystemExit(1)
     console.print(f"done: {summary}")
 

@@ -313,7 +313,8 @@ def show(
         micro_batch(stage, machine.processes)
     rows_there, longest = look_at_sources(recipe)
     try:
-        recipe = on_gpus(recipe) if asked else with_precision(recipe, accelerator)
+        unknown = accelerator.device.type == "cuda" and not _target_is_here(recipe)
+        recipe = on_gpus(recipe) if asked or unknown else with_precision(recipe, accelerator)
         recipe = with_micro(recipe, plans, machine)
         shorter = {"max_length": longest} if longest else {}
         stages = plans(recipe.model_copy(update={"data": recipe.data.model_copy(update=shorter)}))

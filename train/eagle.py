@@ -88,11 +88,16 @@ class EagleTraining(BesideTarget):
         return labels_of(self, batch).sum((1, 2))
 
     def noisy(self, features: Tensor, batch: Batch, step: int) -> Tensor:
-        """Features with uniform noise of EAGLE-1, from the seed, the step and the batch's tokens alone."""
-        drawn = torch.Generator(features.device)
-        drawn.manual_seed((self.seed + 1_000_003 * step + int(batch["tokens"].sum())) % (1 << 63))
-        uniform = torch.rand(features.shape, generator=drawn, device=features.device) - 0.5
-        return features + uniform * (self.noise * 512 / features.shape[1])
+        """Features with uniform noise of EAGLE-1: of each row from the seed, the step and its own tokens, whatever rows
+        it is beside, narrower in long rows."""
+        drawn, noise = torch.Generator(features.device), torch.zeros_like(features)
+        segment = batch.get("segment", torch.ones_like(batch["tokens"]))
+        totals, lengths = batch["tokens"].sum(1).tolist(), (segment > 0).sum(1).tolist()
+        for row, (total, length) in enumerate(zip(totals, lengths, strict=True)):
+            drawn.manual_seed((self.seed + 1_000_003 * step + total) % (1 << 63))
+            uniform = torch.rand(length, features.shape[2], generator=drawn, device=features.device) - 0.5
+            noise[row, :length] = uniform * (self.noise * 512 / max(1, length))
+        return features + noise
 
     def forward(self, batch: Batch, counts: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, each step's as a mean over its labels (``counts [K]``), also those outside the draft vocabulary;

@@ -18,6 +18,7 @@ from draftsmith.models.unrolled import SCORES
 from draftsmith.train.losses import LOGITS
 
 SINGLE = 4  # bytes of a float32
+SHORT = 128  # tokens of a short conversation
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,9 @@ def eagle(config: EagleConfig, target: Any, micro: Micro, steps: float, given: b
 
 def row_blocks(anchors: int, length: int, slots: int, packed: bool) -> int:
     """Blocks of a row of a DFlash drafter's training: of one conversation; of a packed row, whose conversations are not
-    counted before, as many as have a slot for each token."""
-    return max(min(anchors, length), length // slots if packed else 0)
+    counted before, of as many as have :data:`SHORT` tokens, and at least as many as have a slot for each token."""
+    of_conversations = anchors * max(1, length // SHORT) if packed else anchors
+    return max(min(of_conversations, length), length // slots if packed else 0)
 
 
 def dflash(

@@ -115,13 +115,16 @@ def _store(folder: Path, asked: dict[str, Any], tensors: dict[str, Tensor]) -> N
 
 def frequency(run: Run[Any], target: Target, rows: Sequence[Rows]) -> Tensor:
     """How often each of the target's tokens occurs, ``[V]``: for vocab_trim in the training rows' answers (VocabTrim
-    means the target's own: train/distill.py makes them), else in the corpus. Stop tokens count as the most frequent."""
-    recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.int64)
+    means the target's own: train/distill.py makes them), else in the corpus; each source counts by its weight, as its
+    rows would be drawn. Stop tokens count as the most frequent."""
+    recipe, d, counts = run.recipe, run.recipe.drafter, torch.zeros(target.vocab_size, dtype=torch.float64)
     assert target.tokenizer is not None
     corpus = [tokenized(source, recipe.data, target.tokenizer) for source in d.corpus or []]
-    for samples in corpus or [part.samples for part in rows]:
+    sources = d.corpus or recipe.data.train
+    for source, samples in zip(sources, corpus or [part.samples for part in rows], strict=True):
         marks = samples.supervised if d.shortlist == "vocab_trim" else slice(None)
-        counts += torch.bincount(torch.from_numpy(samples.tokens[marks]).long(), minlength=target.vocab_size)
+        own = torch.bincount(torch.from_numpy(samples.tokens[marks]).long(), minlength=target.vocab_size)
+        counts += own * (source.weight / len(samples))
     counts[sorted(target.stop_ids)] += counts.max() + 1
     return counts
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.common.command import counted
+from draftsmith.common.files import object_or_empty, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data import sources
 from draftsmith.data.prompts import prompts
@@ -64,12 +65,18 @@ def write_continuations(
 def continuations(
     run: Run[Any], name: str, ask: Unlikelihood | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> Batch:
-    """Continuations for a stage's unlikelihood loss, written once by one process; empty without ``unlikelihood``."""
+    """Continuations for a stage's unlikelihood loss, written once by one process; empty without ``unlikelihood``.
+    Raises ValueError: the resumed run has those of another request."""
     if ask is None:
         return {}
-    folder = run.folder / "answers" / name
+    folder, asked = run.folder / "answers" / name, ask.model_dump(mode="json", exclude={"weight"})
+    there = run.resume and (folder / "model.safetensors").exists()
+    if there and object_or_empty(folder / "asked.json") not in ({}, asked):  # empty: of an older version
+        raise ValueError(f"--resume: stage {name} continues texts by another 'unlikelihood'; set it back, or --restart")
     with run.accelerator.main_process_first():
-        if run.main and not (run.resume and (folder / "model.safetensors").exists()):
+        if run.main and not there:
             seed = run.recipe.run.seed + [stage.name for stage in run.recipe.stages].index(name)
+            (folder / "asked.json").unlink(missing_ok=True)
             checkpoint.write_tensors(folder, write_continuations(model, tokenizer, ask, seed))
+            write_json(folder / "asked.json", asked)
     return checkpoint.read_tensors(folder)

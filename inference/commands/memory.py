@@ -1,5 +1,6 @@
 """Memory of a batch of texts, planned by configs and dtypes before any weights are read."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,9 +124,11 @@ def _of_parts(name: str, target: Sizes, tokens: int, options: dict[str, Any]) ->
             row += (cache[1] + held) * models[0].token if cache and models[0] else 0
         elif folder is not None and (folder / "config.json").exists():
             config = json_object(folder / "config.json", "drafter config")
-            models = [sizes_of(str(folder / each), **options) for each in config.get("parts", [])]
-            files = [file for file in folder.rglob("*.safetensors") if "checkpoints" not in file.parts]
-            weights += 0 if models else sum(file.stat().st_size for file in files)
+            parts: list[str] = config.get("parts", [])
+            models = [sizes_of(str(folder / each), **options) for each in parts]
+            places = ["", *(each for each, size in zip(parts, models, strict=True) if size is None)]
+            files = itertools.chain(*((folder / place).glob("*.safetensors") for place in places))
+            weights += sum(file.stat().st_size for file in files)
             pairs = tokens if cache is None else min(tokens, cache[1] + held)
             if config.get("drafter_type") == "dynaspec":
                 config = json_object(folder / "drafter" / "config.json", "drafter config")

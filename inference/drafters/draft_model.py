@@ -227,6 +227,7 @@ class DraftModelDrafter(Drafter):
         return chunk
 
     def propose(self, state: State) -> TokenTree:
+        self.skipped = False  # an interrupted step may have left it
         if self.entries is not None:
             self._attend_to(self.entries, state)
         hidden = self._run_root(state)  # [B, 1, d]

@@ -264,6 +264,7 @@ class EagleDrafter(Drafter):
         self.layer.both[self.row_numbers[:, None], slots] = self.layer.keys_values(tokens, fused, rotations)
 
     def propose(self, state: State) -> TokenTree:
+        self.skipped = False  # an interrupted step may have left it
         before = (state.length - 1).clamp(min=0)  # [B] pairs before the root's; a row without a text has none
         self.plans = state.plans  # prefixes of pairs are no longer than the text's
         hidden = self._run_root(state, before)

@@ -81,11 +81,13 @@ def open_named(
         at_load = path is not None and chosen_at_load(path)
         loaders[each] = families[each].open_drafter(folder, config, weights, path, len(given) > 1 or at_load)
 
-    known = next((config["target"]["name_or_path"] for _, config, _ in stored.values()), None)
+    described = next((config["target"] for _, config, _ in stored.values()), {})
+    known = described.get("name_or_path")
     if target is None and not (target_name or known):
         what = "'none' names no target" if not given else f"'{name}' has no target of its own"
         raise ValueError(f"{what}: pass --target")
-    loaded = target or load_target(str(target_name or known), **options)
+    named = {} if target_name else {"revision": described.get("revision")}
+    loaded = target or load_target(str(target_name or known), **{**named, **options})
     for folder, config, _ in stored.values():
         loaded = target_of(folder, config, loaded, keep_template=target is not None)
     if say and target is None and loaded.end_warning:

@@ -408,7 +408,8 @@ class TypicalBudget:
         the others' further nodes are padding."""
         assert tree.acceptance is not None
         acceptance = tree.acceptance.expand(len(tree.tokens), -1)
-        if tree.static is not None and tree.static.acceptances is not None:
+        # Not where it is the only proposing drafter of a merge: the next step may have another one's nodes.
+        if tree.source is None and tree.static is not None and tree.static.acceptances is not None:
             self.fixed = acceptance[:1]
         counts = self._counts(acceptance, lengths, active)
         rank = acceptance.argsort(dim=1, descending=True, stable=True).argsort(1)

@@ -166,7 +166,8 @@ class SpeculativeDecoder:
                 at once to compute it.
             refill: number of free rows for which new requests wait while others are decoded, 0.1 s at most, to begin
                 together: many prompts in one forward pass take far less time than one after the other. Left out, a
-                sixteenth of the rows. Between two steps, no more tokens of prompts are run than this many times 512.
+                sixteenth of the rows. Between two steps, no more prompt tokens are run than this many times 512, but
+                for the rest of a prompt that runs alone, on a CPU.
             on_tokens: called with (number of the request, its newly committed tokens) after each step. If it returns
                 False, the text ends with these tokens, and its row is free.
             on_step: called with (number of the request, its result so far) after each step.

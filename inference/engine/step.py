@@ -51,7 +51,7 @@ WRITE_LOGITS = "DRAFTSMITH_WRITE_LOGITS"  # environment variable, for benchmarks
 # The rows of ``committed``, and where a text asks for them the log-probabilities, see :meth:`StepLogprobs.copied`.
 ReadCommitted = Callable[[], tuple[list[list[int]], Tensor | None]]
 # Called after each phase of a step, by its name, with the tree and the verdict on it, once there are any. An observed
-# step runs eagerly, with all nodes.
+# step runs eagerly; a static one then has all nodes.
 Observe = Callable[[str, TokenTree | None, Verdict | None], None]
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 

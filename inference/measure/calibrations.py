@@ -44,7 +44,7 @@ from draftsmith.inference.measure.tree_statistics import (
 )
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.independent import Confidence
-from draftsmith.inference.verify.tree import Topology
+from draftsmith.inference.verify.tree import Topology, chain
 from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -73,6 +73,8 @@ class Calibration:
     dynamic: (target, the fastest fixed tree, step costs) → dynamic trees beside it, on the text on which ``ranks`` were
         counted; for a family that drafts all levels of them in one pass.
     choices: of such a family, ``ranks`` and the log-probabilities of each depth's likeliest tokens ``[S, T, K, R]``.
+    pass_time: (target, step costs) → the time in which such a family drafts all levels, in plain steps.
+    widest: children of a node that the drafter can propose, at most.
     """
 
     max_depth: int
@@ -82,6 +84,8 @@ class Calibration:
     decoding: Callable[[Target, Topology | DynamicShape], Drafter] | None = None
     dynamic: Callable[[Target, Candidate, StepCosts], list[ComparedTree]] | None = None
     choices: Callable[[Target, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    pass_time: Callable[[Target, StepCosts], float] | None = None
+    widest: int = MAX_RANK
 
 
 def eagle(
@@ -144,12 +148,15 @@ def _of_one_pass(
         return counted[-1][0]
 
     def dynamic(target: Target, fixed: Candidate, costs: StepCosts) -> list[ComparedTree]:
-        def drafting(tree: Topology | DynamicShape, confidence: Confidence | None) -> float:
-            return draft_time(drafter(tree, target, confidence), target, costs)
+        def drafting(shape: DynamicShape, confidence: Confidence) -> float:
+            return draft_time(drafter(shape, target, confidence), target, costs)
 
         return simulate_dynamic(counted, fixed, costs, drafting)
 
-    return Calibration(depth, ranks, dynamic=dynamic, choices=choices)
+    def pass_time(target: Target, costs: StepCosts) -> float:
+        return draft_time(drafter(chain(depth), target, None), target, costs)
+
+    return Calibration(depth, ranks, dynamic=dynamic, choices=choices, pass_time=pass_time)
 
 
 def dflash(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Calibration:
@@ -214,12 +221,13 @@ def dynaspec(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -
     def ranks(target: Target, tokens: Tensor, supervised: Tensor) -> Tensor:
         if not opened:
             opened.append(open_eagle_drafts(*base, target))
+            shortlist.to(target.device)
         recorded = record(opened[0], tokens, supervised, BEST, low_rank=shortlist.low_rank)
         found = kept(recorded, opened[0].embed, shortlist).ranks
         # A tree may have no more children of a node than the shortest list has tokens.
         return found.masked_fill(found >= shortlist.config.fewest, MAX_RANK)
 
-    return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks)
+    return replace(own, max_depth=min(own.max_depth, DEPTHS), ranks=ranks, widest=shortlist.config.fewest)
 
 
 CALIBRATIONS: dict[str, Callable[[Path, dict[str, Any], dict[str, Tensor]], Calibration]] = {

@@ -33,7 +33,7 @@ from draftsmith.inference.drafters.names import DRAFT_MODEL, draft_model_of, fol
 from draftsmith.inference.engine.prompts import PREFILL_CHUNK, Chunk
 from draftsmith.inference.engine.protocol import Drafter
 from draftsmith.inference.engine.runner import engine_attention
-from draftsmith.inference.engine.step import Step, capacity_for, static_by_default
+from draftsmith.inference.engine.step import Step, capacity_for, on_device, static_by_default
 from draftsmith.inference.measure.planning import acceptance_by_depth, expected_tokens, least_alpha
 from draftsmith.inference.measure.prefilled import MOST, Prefilled, by_depth, windows
 from draftsmith.inference.measure.step_costs import StepClock, chain_step
@@ -74,9 +74,10 @@ class Accepted:
 
 
 def candidates(
-    target: Target, drafters: Sequence[str], selectors: Sequence[str], entries: Sequence[int]
+    target: Target, drafters: Sequence[str], selectors: Sequence[str], entries: Sequence[int], options: dict[str, Any]
 ) -> list[Candidate]:
     """The target over each compressed cache, and each drafter over its whole cache and the compressed ones.
+    ``options``: with which the target was loaded.
 
     Raises:
         FileNotFoundError, ValueError: a drafter is missing, or none that can be planned.
@@ -84,7 +85,7 @@ def candidates(
     caches = [Selector(*each) for each in itertools.product(selectors, entries)]
     found = [Candidate(_named("", each)[1:], partial(_of_target, target, each), selector=each) for each in caches]
     for name in drafters:
-        _, drafter = open_named(name, target, None, "auto", {})
+        _, drafter = open_named(name, target, None, "auto", options)
         if isinstance(drafter, DraftModelDrafter) and drafter.num_nodes == drafter.max_depth + 1:
             found += _of_draft_model(name, drafter, target, caches)
         elif isinstance(drafter, EagleDrafter) and max(folder_of(name)[2] or (1,)) == 1:
@@ -148,13 +149,13 @@ def _of_eagle(name: str, drafter: EagleDrafter, caches: Sequence[Selector]) -> l
 
 
 def accepted(
-    target: Target, chosen: Sequence[Candidate], texts: Sequence[list[int]], new_tokens: int
+    target: Target, chosen: Sequence[Candidate], texts: Sequence[list[int]], new_tokens: int, lean: bool | None
 ) -> list[Accepted]:
     """What is accepted of each candidate's drafts after these texts, one at a time."""
     counts = [torch.zeros(max(each.drafts), 2) for each in chosen]
     selects, captures = [math.inf] * len(chosen), captures_of(chosen)
     for text in texts:
-        batch = Prefilled(target, [text], new_tokens, captures)
+        batch = Prefilled(target, [text], new_tokens, captures, lean)
         for place, each in enumerate(chosen):
             run = batch.run(batch.step(each.make(max(each.drafts))))
             counts[place] += torch.tensor(by_depth(run.committed, len(counts[place])))
@@ -213,7 +214,7 @@ class StepTimes:
     lean: bool | None
 
     def measure(self, chosen: Sequence[Candidate]) -> "StepTimes":
-        points = [[drafts for drafts in TIMED if drafts in each.drafts] or [*each.drafts] for each in chosen]
+        points = [sorted({*TIMED} & {*each.drafts} | {max(each.drafts)}) for each in chosen]
         drafters = [[each.make(n) for n in numbers] for each, numbers in zip(chosen, points, strict=True)]
         nodes = {1, *(drafter.num_nodes for each in drafters for drafter in each)}
         timed: list[Callable[[], float]] = [partial(self._verification, size) for size in nodes]
@@ -279,6 +280,7 @@ def plan_drafters(
     with (
         ProgressBar("planning", len(contexts) * (1 + len(batches)), console, transient=True) as advance,
         torch.inference_mode(),
+        on_device(target.device),
         engine_attention([target, *models.values()]),
     ):
         done = itertools.count(1)
@@ -287,7 +289,7 @@ def plan_drafters(
             if not own:
                 raise ValueError(f"--contexts {context}: all caches hold as many entries or more; give fewer --entries")
             read = windows(target, "books", texts, context) if isinstance(texts, int) else texts[context]
-            found = accepted(target, own, read, new_tokens)
+            found = accepted(target, own, read, new_tokens, lean)
             measured += [
                 {"context": context, "drafter": each.option(max(each.drafts)), **vars(of)}
                 for each, of in zip(own, found, strict=True)

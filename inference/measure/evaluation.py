@@ -35,6 +35,7 @@ from draftsmith.inference.measure.timing import (
     transformers_method,
     with_own_seeds,
 )
+from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.inference.verify.sampling import Sampling
 from draftsmith.inference.verify.verify import Mode
 from draftsmith.kernels.linear import MOST_ON_CPU
@@ -277,6 +278,7 @@ class _Evaluation:
         timed, counted_prompts, results = self.timed[name], self.with_steps[name], self.results(name)
         drafter = self.decoders[number].drafter
         bases = {base: self.timed[base] for base in self.compared}
+        nodes = drafter.limit if isinstance(drafter, MergedDrafter) and mode != "mss" else drafter.num_nodes
         accepted = [length for n in self.timed_prompts for length in results[n].accepted]
         overhead: float | None = None
         if accepted and "engine" in self.compared:
@@ -298,7 +300,7 @@ class _Evaluation:
             "counted_prompts": len(counted_prompts),
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
-            "tree_nodes": drafter.num_nodes,
+            "tree_nodes": nodes,
             "execution": self.executions[number],
             **_figures([results[n] for n in counted_prompts], drafter, timed, bases),
             **timed.summary(),

@@ -28,6 +28,7 @@ from draftsmith.inference.commands.terminal import console
 from draftsmith.inference.drafters.compressed import APPENDED, CompressedDrafter, Selector
 from draftsmith.inference.drafters.names import TRIED
 from draftsmith.inference.engine.runner import engine_attention
+from draftsmith.inference.engine.step import on_device
 from draftsmith.inference.measure.context_costs import ContextCosts, context_costs
 from draftsmith.inference.measure.prefilled import MOST, Prefilled, by_depth, longest_context, windows
 from draftsmith.models.target import Target
@@ -157,6 +158,7 @@ def measure(
     texts: Sequence[list[int]],
     settings: Sequence[tuple[str, int]],
     new_tokens: int,
+    lean: bool | None = None,
 ) -> tuple[dict[tuple[str, int], Measured], float]:
     """What each (selector, K) gives after texts of one length, one at a time; seconds of a prefill of one of them."""
     counts = {setting: torch.zeros(MOST, 2) for setting in settings}
@@ -164,7 +166,7 @@ def measure(
     steps = {(*setting, drafts): math.inf for setting in settings for drafts in (1, MOST)}
     prefill = plain = math.inf
     for text in texts:
-        batch = Prefilled(target, [text], new_tokens)
+        batch = Prefilled(target, [text], new_tokens, lean=lean)
         prefill = min(prefill, batch.prefill_seconds)
         for key in steps:
             run = batch.run(batch.step(drafter_of(target, Setting(*key))))
@@ -321,6 +323,7 @@ def make_plan(
     with (
         ProgressBar("planning", len(contexts) + 1, console, transient=True) as advance,
         torch.inference_mode(),
+        on_device(target.device),
         engine_attention([target]),
     ):
         costs = context_costs(target, contexts, batches, lean)
@@ -330,7 +333,7 @@ def make_plan(
             chosen = chosen if prompts else windows(target, "books", texts, context)
             fewer = [each for each in settings if each[1] < context]
             calculated = costs.seconds(1, context + new_tokens / 2, 1)  # of a plain step
-            once = partial(measure, target, costs, chosen, fewer, new_tokens)
+            once = partial(measure, target, costs, chosen, fewer, new_tokens, lean)
             found[context], prefills[context] = measure_undisturbed(once, context, calculated)
             advance(done)
     return {

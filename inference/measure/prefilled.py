@@ -52,19 +52,25 @@ class Prefilled:
     """A batch of texts of one length that is read once; steps of any drafter continue from there, in greedy mode.
 
     captures: layers whose inputs its drafters read besides the last hidden states; None: they read no features.
+    lean: as SpeculativeDecoder takes it.
     """
 
     def __init__(
-        self, target: Target, texts: Sequence[list[int]], new_tokens: int, captures: Sequence[int] | None = None
+        self,
+        target: Target,
+        texts: Sequence[list[int]],
+        new_tokens: int,
+        captures: Sequence[int] | None = None,
+        lean: bool | None = None,
     ) -> None:
-        self.target, self.texts, self.rows = target, texts, len(texts)
+        self.target, self.texts, self.rows, self.lean = target, texts, len(texts), lean
         reader = _Reader(target.device, captures)
         self.new_tokens, self.parts, self.captures = new_tokens, reader.parts, [*reader.captures]
         self.capacity = capacity_for(len(texts[0]) + 2 * new_tokens + ROOM, reader)
-        step = Step(target, reader, "greedy", self.rows, self.capacity, static=static_by_default(target))
-        began = time.perf_counter()
+        step = Step(target, reader, "greedy", self.rows, self.capacity, static=static_by_default(target), lean=lean)
+        began = self._now()
         step.begin(range(0, self.rows), texts, [Sampling()] * self.rows)
-        self.prefill_seconds = time.perf_counter() - began
+        self.prefill_seconds = self._now() - began
         self.cache, state = step.cache, step.state
         self.kept = [each.clone() for each in (state.root, state.feature, step.cache.lengths)]
         self.read: dict[int, KVCache] = {}  # of draft models, by their id, a cache that holds the texts
@@ -76,7 +82,7 @@ class Prefilled:
         if capacity_for(len(self.texts[0]) + 2 * self.new_tokens, drafter) > self.capacity:
             raise ValueError(f"drafts of {drafter.num_nodes - 1} tokens, {drafter.max_depth} deep, have no room here")
         static = static_by_default(self.target)
-        step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static)
+        step = Step(self.target, drafter, "greedy", self.rows, self.capacity, static=static, lean=self.lean)
         step.cache.take(self.cache)
         step.active.fill_(True)
         step.verifier.begin(slice(0, self.rows), self.texts, [Sampling()] * self.rows)
@@ -88,16 +94,22 @@ class Prefilled:
         step.launch()()  # the first one allocates, and captures a graph
         self._restore(step)
         committed: list[list[int]] = [[] for _ in self.texts]
-        began = time.perf_counter()
+        began = self._now()
         if isinstance(step.drafter, CompressedDrafter | DraftModelDrafter):
             step.drafter.select([len(text) for text in self.texts])
-        totals, selected = torch.zeros(self.rows), time.perf_counter()
+        totals, selected = torch.zeros(self.rows), self._now()
         while totals.mean() < self.new_tokens and totals.max() < 2 * self.new_tokens:
             rows, _ = step.launch()()
             for own, row in zip(committed, rows, strict=True):
                 own.append(row[0])
             totals += torch.tensor([row[0] for row in rows])
         return Continuation(selected - began, time.perf_counter() - selected, committed)
+
+    def _now(self) -> float:
+        """When all that the device was given is done."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return time.perf_counter()
 
     def _restore(self, step: Step) -> None:
         drafter = step.drafter

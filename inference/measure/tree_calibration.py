@@ -230,12 +230,14 @@ def calibrate(
         costs = step_costs(target, settings.lean)
         sizes = (settings.nodes,) if settings.nodes else tree_search.SIZES
         step_time = drafter.step_time and drafter.step_time(target, costs)
-        candidates = candidates_of(text.ranks, sizes, costs, step_time, chains=len(sizes) > 1)
+        beyond = drafter.pass_time(target, costs) if drafter.pass_time else 0.0
+        candidates = candidates_of(text.ranks, sizes, costs, step_time, len(sizes) > 1, beyond)
         chosen, compared = fastest(candidates), list[ComparedTree]()
         try:
             if decoding:
                 watch = progress.watch(max(settings.seconds - progress.elapsed, DYNAMIC * settings.seconds))
-                trees = [decoding(target, tree) for tree in (chosen.trees[0], *tree_search.SHAPES)]
+                shapes = [shape for shape in tree_search.SHAPES if shape.top_k <= drafter.widest]
+                trees = [decoding(target, tree) for tree in (chosen.trees[0], *shapes)]
                 # The context has room for the tokens that are compared.
                 length = max(1, min(COMPARED_CONTEXT, target.context - COMPARED_TOKENS))
                 prompts = timing_prompts(text.tokens, text.supervised, COMPARED_PROMPTS)

@@ -118,11 +118,16 @@ class Candidate:
 
 
 def candidates_of(
-    ranks: Tensor, sizes: Sequence[int], costs: StepCosts, step_time: Callable[[Trees], float] | None, chains: bool
+    ranks: Tensor,
+    sizes: Sequence[int],
+    costs: StepCosts,
+    step_time: Callable[[Trees], float] | None,
+    chains: bool,
+    drafting: float = 0.0,
 ) -> list[Candidate]:
     """The best trees of each size, and the ``chains`` of each depth, without those that another one surpasses in τ at
     no higher cost; the fewest nodes first. ``step_time``: as :func:`trees_by_size`; without it, a step costs what the
-    target's step with that many nodes does."""
+    target's step with that many nodes does, and the ``drafting`` of all levels in one pass."""
     count, deepest = ranks.shape[2:]
     pool = trees_by_size(ranks, sizes, step_time)
     if chains:
@@ -130,7 +135,7 @@ def candidates_of(
         pool += [(*[chain(depth)] * used, *[Topology(())] * (count - used)) for used, depth in every]
     found: list[Candidate] = []
     for trees in pool:
-        cost = costs.relative(nodes_of(trees)) if step_time is None else step_time(trees)
+        cost = costs.relative(nodes_of(trees)) + drafting if step_time is None else step_time(trees)
         levels = () if step_time is None else tuple(tree.max_depth for tree in trees)
         found.append(Candidate(trees, simulate_ensemble(trees, ranks), cost, levels))
     kept: list[Candidate] = []
@@ -189,7 +194,7 @@ def simulate_dynamic(
     counted: Sequence[tuple[Tensor, Tensor]],
     fixed: Candidate,
     costs: StepCosts,
-    drafting: Callable[[Topology | DynamicShape, Confidence | None], float],
+    drafting: Callable[[DynamicShape, Confidence], float],
 ) -> list[ComparedTree]:
     """Dynamic trees of several sizes beside the fixed one, of a drafter whose positions are independent: their τ by
     simulation of the text on which its ranks were counted, the time of a step estimated. ``counted``: ranks
@@ -198,7 +203,7 @@ def simulate_dynamic(
     at = [ranks[..., 0] >= 0 for ranks, _ in counted]
     ranks, log_q = (torch.cat([each[i][begins] for each, begins in zip(counted, at, strict=True)]) for i in (0, 1))
     confidence = fit_confidence(ranks, log_q)
-    before, found = fixed.tau / (fixed.cost + drafting(fixed.trees[0], None)), list[ComparedTree]()
+    found = list[ComparedTree]()
     for nodes in INDEPENDENT_SIZES:
         depth, top = log_q.shape[1:]
         if nodes > 1 + top + (depth - 1) * top**2:
@@ -213,7 +218,7 @@ def simulate_dynamic(
         ]
         tau = sum(committed) / len(committed)
         speed = tau / (costs.relative(nodes) + drafting(shape, confidence))
-        found.append(ComparedTree(shape, tau, speed / before, confidence))
+        found.append(ComparedTree(shape, tau, speed / fixed.speedup, confidence))
     return found
 
 

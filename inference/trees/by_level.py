@@ -167,14 +167,17 @@ class DraftHead:
     def best(self, out: Tensor, count: int, depth: int | Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
         of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
-        logits are written."""
+        logits are written. Drafts of logits that are not finite have probability 0: NaN would come before the root
+        where nodes are sorted, and stay in a budget's means."""
         if noise is not None:
             scores, tokens = self.logits(out)
-            return noise.draft(scores, depth, count, tokens)
-        if count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
-            return found
-        scores, tokens = self.logits(out)
-        return best_tokens(scores, count, True, tokens)
+            log_q, best = noise.draft(scores, depth, count, tokens)
+        elif count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
+            log_q, best = found
+        else:
+            scores, tokens = self.logits(out)
+            log_q, best = best_tokens(scores, count, True, tokens)
+        return log_q.nan_to_num_(nan=-torch.inf, neginf=-torch.inf), best
 
     def _by_kernel(self, out: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         if self.topk is not None:

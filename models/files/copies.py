@@ -8,12 +8,13 @@ import filecmp
 import functools
 import hashlib
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from draftsmith.common.files import cache_folder, file_sha256, json_object, locked, replacing, write_json
+from draftsmith.common.files import cache_folder, cached_about, file_sha256, json_object, locked, replacing, write_json
 from draftsmith.models.files.weights import PICKLE, SINGLE, check_safetensors, read_pickle, save_tensors, weight_files
 from draftsmith.models.precision import say
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 STAMP = "converted_from.json"  # in a copy: what it was made of
 GGUF = "gguf_sha256"  # field of the stamp: SHA-256 of the GGUF file
+LARGE = 64 << 20  # bytes from which what was read of a whole file is kept in the cache
+_SETTLED = 2_000_000_000  # nanoseconds: a file changed later may be changed again at the same time stamp
 _MARGIN = 64 << 20  # bytes that a conversion leaves free on the disk
 _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")  # copied with converted weights
 
@@ -83,15 +86,27 @@ def _is_whole(copy: Path, key: Mapping[str, Any], needed: Sequence[str]) -> bool
     return False
 
 
-@functools.cache
-def _sha256(file: Path, size: int, modified: int) -> str:
-    return file_sha256(file)
+def remembered(kind: str, file: Path, read: Callable[[Path], list[str]]) -> list[str]:
+    """What ``read`` finds in a file; of a large one it is kept in the cache's folder ``kind`` until the file
+    changes."""
+    file = file.resolve()  # of a download, the links change and the files do not
+    facts = file.stat()
+    known = {"file": str(file), "of": [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]}
+    kept = cached_about(kind, file)
+    with suppress(OSError, ValueError, LookupError, TypeError):  # not kept yet, or damaged
+        if facts.st_size >= LARGE and known.items() <= (found := json_object(kept)).items():
+            return [str(line) for line in found["lines"]]
+    lines = read(file)
+    if facts.st_size >= LARGE and time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > _SETTLED:
+        with suppress(OSError):  # no room for it, or a cache that is read alone
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, {**known, "lines": lines})
+    return lines
 
 
 def known_sha256(file: Path) -> str:
-    """SHA-256 of a file, computed once in a process unless its size or its time of modification changes."""
-    facts = file.stat()
-    return _sha256(file.resolve(), facts.st_size, facts.st_mtime_ns)
+    """SHA-256 of a file, of a large one computed once."""
+    return remembered("sha256", file, lambda each: [file_sha256(each)])[0]
 
 
 # ---- pickled weights

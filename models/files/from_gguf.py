@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from draftsmith.models.files import gguf_blocks
 
-_RULES = 1  # of this conversion: a copy made by others is made anew
+_RULES = 2  # of this conversion: a copy made by others is made anew
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Pre-tokenizers (tokenizer.ggml.pre) that take each digit alone, which transformers does not know: it would let the
 # white space before a digit end in a token of its own, and "\n\n1" would be other tokens than the model writes.
@@ -38,6 +38,7 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 # Architectures whose tensors are the model's, by other names, but for the order of rows that _permuted tells. Tests
 # compare each with what transformers makes of it, which also converts all others.
 _MAPPED = ("llama", "qwen2", "qwen3")
+_ROPES = ("linear", "yarn")  # scaled rotary positions that need no tensor
 _RATE = 60e6  # weights a second that one core converts; transformers, on all of them, a quarter
 _ONE_READER = threading.Lock()
 
@@ -105,11 +106,15 @@ def _damaged(file: Path, error: Exception) -> ValueError:
 
 
 def _inspect(file: Path, reader: "GGUFReader") -> tuple[str, int, dict[str, str]]:
-    """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture`` and
-    ``tokenizer.ggml.pre`` where it has them."""
+    """The dtype that a GGUF file's copy gets, its number of weights, and its fields ``general.architecture``,
+    ``tokenizer.ggml.pre`` and ``rope.scaling.…`` where it has them."""
     try:
         names = ("general.architecture", "tokenizer.ggml.pre")
         fields = {name: str(field.contents()) for name in names if (field := reader.get_field(name))}
+        scaling = f"{fields.get('general.architecture')}.rope.scaling."
+        for name in ("type", "factor", "original_context_length"):
+            if field := reader.get_field(scaling + name):
+                fields[f"rope.scaling.{name}"] = str(field.contents())
         split = reader.get_field("split.count")
         parts = int(split.contents()) if split else 1
         tensors = [(str(t.name), t.tensor_type.name, len(t.shape), int(t.n_elements)) for t in reader.tensors]
@@ -124,9 +129,25 @@ def _inspect(file: Path, reader: "GGUFReader") -> tuple[str, int, dict[str, str]
             f"warning: {file}: transformers does not convert its rope_freqs; the copy is the model without them, "
             "which can matter in long texts"
         )
+    kind = _scaled(fields).get("rope_type")
+    if kind and not (kind in _ROPES and fields["general.architecture"] in _MAPPED):
+        say(
+            f"warning: {file}: transformers does not convert how its rotary positions are scaled ({kind}); the copy is "
+            "the model without that"
+        )
     kinds = {kind for _, kind, dimensions, _ in tensors if dimensions > 1}
     dtype = "bfloat16" if kinds - {"F32", "F16"} else "float16" if kinds == {"F16"} else "float32"
     return dtype, sum(count for *_, count in tensors), fields
+
+
+def _scaled(fields: dict[str, str]) -> dict[str, Any]:
+    """How rotary positions are scaled, as a config's ``rope_parameters`` have it; empty if they are not."""
+    if (kind := fields.get("rope.scaling.type", "none")) == "none":
+        return {}
+    found: dict[str, Any] = {"rope_type": kind, "factor": float(fields.get("rope.scaling.factor", 1))}
+    if length := fields.get("rope.scaling.original_context_length"):
+        found["original_max_position_embeddings"] = int(length)
+    return found
 
 
 @contextmanager
@@ -161,7 +182,7 @@ def _write(file: Path, copy: Path, dtype: str, fields: dict[str, str], reader: "
         with replacing_folder(copy) as temporary:
             with _one_reader(file, reader), _refusing(file, architecture):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-                planned = _plan_weights(file, dtype, architecture, reader, temporary)
+                planned = _plan_weights(file, dtype, fields, reader, temporary)
             if planned is None:
                 with _one_reader(file, reader):
                     _by_transformers(file, dtype, architecture, temporary)
@@ -188,21 +209,25 @@ def _refusing(file: Path, architecture: str) -> Iterator[None]:
 
 
 def _plan_weights(
-    file: Path, dtype: str, architecture: str, reader: "GGUFReader", folder: Path
+    file: Path, dtype: str, fields: dict[str, str], reader: "GGUFReader", folder: Path
 ) -> "tuple[bytes, list[gguf_blocks.Piece]] | None":
     """What :func:`_write_weights` writes, and the model's configs in a folder; None where transformers has to convert:
-    another architecture, tensors that are missing or that this model does not have, or another order of bytes."""
+    another architecture or rotary scaling, tensors that are missing or that this model does not have, or another order
+    of bytes."""
     import gguf
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from draftsmith.models.files import gguf_blocks
 
-    if architecture not in _MAPPED or reader.byte_order != "I":
+    architecture, scaled = fields["general.architecture"], _scaled(fields)
+    if architecture not in _MAPPED or reader.byte_order != "I" or scaled.get("rope_type", "yarn") not in _ROPES:
         return None
     config: PretrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     if config.model_type != architecture:
         return None
+    if scaled:  # which transformers leaves out
+        config.rope_parameters = {**config.rope_parameters, **scaled}
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -1,25 +1,21 @@
 """A stored model's identity: its fingerprint, and that of earlier versions. Imports no torch."""
 
-import contextlib
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from draftsmith.common.files import cached_about, json_object, read_json, write_json
-from draftsmith.models.files.copies import GGUF, STAMP, with_safetensors
-from draftsmith.models.files.weights import SINGLE, config_of, safetensors_header
+from draftsmith.models.files.copies import GGUF, LARGE, STAMP, remembered, with_safetensors
+from draftsmith.models.files.weights import SINGLE, config_of, safetensors_header, weight_files
 from draftsmith.models.precision import say
 
 _SLICE = 1024  # first bytes of each stored tensor that an older fingerprint covers
 _PARTS = (40, 16, 16)  # characters of a fingerprint for the weights, the config and the tokenizer
 _OPEN = "0" * 32  # in place of the last two, of a GGUF file: this machine's transformers made both out of the file
-_REMEMBERED = 64 << 20  # bytes from which a file's hashes are kept in the cache
-_SETTLED = 2_000_000_000  # nanoseconds: a file changed later may be changed again at the same time stamp
 _AT_ONCE = 4  # files that are hashed at the same time
 
 
@@ -27,14 +23,15 @@ def fingerprint(folder: Path) -> str:
     """A stored model's identity: hashes of all bytes of its weights (40 characters), of its config (16) and of its
     tokenizer file (16).
 
-    It covers the stored weights, not the loaded ones, which change with dtype, quantisation and sharding. The order and
-    number of files do not matter. For pickled weights it is the fingerprint of their safetensors copy; of a GGUF file
-    it is that of the weights converted from it, and names no config and tokenizer. The hashes of a large file are kept
-    in the cache folder until the file changes, so that its weights are read once.
-    Raises ValueError: a file is damaged. FileNotFoundError: there is no config, or pickled weights are incomplete."""
+    It covers the stored weights that are loaded (no ``consolidated.safetensors`` beside them), not as loaded, which
+    changes with dtype, quantisation and sharding. The order and number of files do not matter. For pickled weights it
+    is the fingerprint of their safetensors copy; of a GGUF file it is that of the weights converted from it, and names
+    no config and tokenizer. The hashes of a large file are kept in the cache folder until the file changes, so that its
+    weights are read once.
+    Raises ValueError: a file is damaged. FileNotFoundError: there is no config, or weights are missing."""
     folder = _as_safetensors(folder)
     gate, hashes = threading.Semaphore(_AT_ONCE), list[Callable[[], list[str]]]()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         hashes.append(in_background(_tensor_hashes, file, gate))
     weights = "\n".join(sorted({line for lines in hashes for line in lines()}))
     parts = (weights.encode(), *_settings(folder))
@@ -137,33 +134,26 @@ def _settings(folder: Path) -> tuple[bytes, bytes]:
 def _tensor_hashes(file: Path, gate: threading.Semaphore) -> list[str]:
     """A line of each tensor in a safetensors file: its name, dtype, shape and the SHA-256 of its bytes."""
     with gate:
-        file = file.resolve()  # of a download, the links change and the files do not
-        facts = file.stat()
-        known = {"file": str(file), "of": [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]}
-        kept = cached_about("hashes", file)
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not kept yet, or damaged
-            if facts.st_size >= _REMEMBERED and known.items() <= (found := json_object(kept)).items():
-                return [str(line) for line in found["tensors"]]
-        data, header = safetensors_header(file)
-        lines = list[str]()
-        with file.open("rb", buffering=0) as stream:
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                digest, left = hashlib.sha256(), end - begin
-                stream.seek(data + begin)
-                while left and (block := stream.read(min(left, 1 << 20))):
-                    digest.update(block)
-                    left -= len(block)
-                lines.append(f"{name} {entry['dtype']} {entry['shape']} {digest.hexdigest()}")
-        if facts.st_size >= _REMEMBERED and time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > _SETTLED:
-            with contextlib.suppress(OSError):  # no room for it, or a cache that is read alone
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_json(kept, {**known, "tensors": lines})
-        return lines
+        return remembered("hashes", file, _hashed)
+
+
+def _hashed(file: Path) -> list[str]:
+    data, header = safetensors_header(file)
+    lines = list[str]()
+    with file.open("rb", buffering=0) as stream:
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            digest, left = hashlib.sha256(), end - begin
+            stream.seek(data + begin)
+            while left and (block := stream.read(min(left, 1 << 20))):
+                digest.update(block)
+                left -= len(block)
+            lines.append(f"{name} {entry['dtype']} {entry['shape']} {digest.hexdigest()}")
+    return lines
 
 
 def unhashed(folder: Path) -> int:
     """Bytes of large files of a model's weights whose hashes are not kept yet."""
-    files = [file.resolve() for file in folder.glob("*.safetensors")]
+    files = [file.resolve() for file in weight_files(folder) if file.suffix == ".safetensors"]
     sizes = (file.stat().st_size for file in files if not cached_about("hashes", file).exists())
-    return sum(size for size in sizes if size >= _REMEMBERED)
+    return sum(size for size in sizes if size >= LARGE)

@@ -109,6 +109,9 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word. ``norm_before_fc`` together
     with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`)."""
+    ascending = list(getattr(drafter.config, "captured_layers", ()))
+    if isinstance(drafter, Eagle | DFlash) and ascending != sorted(ascending) and to != "medusa":
+        return f"it captures layers {ascending} of the target; servers take them in ascending order"
     if isinstance(drafter, DFlash):
         if to not in ("vllm", "sglang", "speculators"):
             return f"a DFlash drafter: it is written for vLLM, SGLang and speculators, not for {to}; use --to vllm"
@@ -141,8 +144,6 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
     silently = "without a word, and then drafts with another model: use --to"
     if to == "vllm" and drafter.fc.bias is not None and drafter.fc.bias.any():
         return f"its fc has a bias, which vLLM skips {silently} sglang, or train it with drafter.bias=false"
-    if captured != sorted(captured):
-        return f"it captures layers {captured} of the target; servers take them in ascending order"
     if to in ("speculators", "openvino") and len(captured) != 3:
         return f"it captures layers {captured} of the target; {to} holds three; use --to vllm"
     for name in (*NORMS, "norm_before_residual"):

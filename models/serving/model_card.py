@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftsmith.common.files import json_object, object_or_empty
 from draftsmith.models.artifact import TEMPLATE
-from draftsmith.models.card import TRAINING, measured, named, served_name, table_of
+from draftsmith.models.card import TRAINING, is_hub_id, measured, named, served_name, table_of
 from draftsmith.models.dflash import DFlash
 from draftsmith.models.eagle import Eagle
 from draftsmith.models.medusa import MedusaHeads
@@ -53,8 +53,10 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         if source.drafter.draft_vocab is not None and source.has_draft_vocab(to):
             return "vLLM and SGLang", method, vllm
         # llama.cpp's converter knows no draft vocabulary.
-        vllm += f"\npython convert_hf_to_gguf.py DRAFTER --target-model-dir {target} --outfile drafter.gguf"
-        vllm += f"\npython convert_hf_to_gguf.py {target} --outfile target.gguf"
+        stored = "target" if is_hub_id(target) else target  # the converter reads folders
+        vllm += f"\nhf download {target} --local-dir target" if stored != target else ""
+        vllm += f"\npython convert_hf_to_gguf.py DRAFTER --target-model-dir {stored} --outfile drafter.gguf"
+        vllm += f"\npython convert_hf_to_gguf.py {stored} --outfile target.gguf"
         vllm += (
             f"\nllama-server -m target.gguf -md drafter.gguf --spec-type draft-dflash --spec-draft-n-max {slots - 1}"
         )
@@ -135,9 +137,9 @@ It was trained with the chat template of `{TEMPLATE}`, which is not the target's
         field = "speculators_config.verifier.name_or_path" if to == "speculators" else "base_model_name_or_path"
         template += f"""
 
-`{field}` in `config.json` is a folder of the machine that exported this: elsewhere put there what the
+`{field}` in `config.json` is a path of the machine that exported this: elsewhere put there what the
 server loads {whose.argument} by."""
-    return f"""{whose.front_matter(licence, method)}
+    return f"""{whose.front_matter(licence, method, bool(origin))}
 # {name}: {what} for {whose.name}, for {server}
 
 {made}, for `{whose.name}` alone{limit}.{whose.about}
@@ -149,7 +151,7 @@ With this folder's path or Hub id in place of DRAFTER:
 
 Logits computed from these files were compared with the drafter's own; `provenance.json` has the largest difference.
 
-{whose.licensed(licence)}
+{whose.licensed(licence, bool(origin))}
 {trained_by}
 ## Measured
 

@@ -73,7 +73,8 @@ def convert(config: Config, tensors: Tensors, target: TargetInfo) -> Imported:
     Raises ValueError: the format is not known, a tensor or field is missing, unknown or of another shape or value, or
     it belongs to a target of another width, depth or vocabulary."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        # Of 8 bits, which have no such operation, is refused below.
+        if tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.isfinite().all():
             raise ValueError(f"'{name}' holds NaN or infinity; fetch it again")
     try:
         imported = in_our_form(config, tensors, target)

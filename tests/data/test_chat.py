@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.common.data_sections import Data
 from draftsmith.data.chat import encode as encode_row
+from draftsmith.data.chat import encode_prompt, left_out
 from draftsmith.data.chat_template import apply_template, check_template, with_arguments
 from draftsmith.data.formats import Completion, read_sample
 from draftsmith.data.rows import UnusableRow
@@ -303,6 +304,48 @@ def test_the_tokenizers_own_template_is_checked():
     several = tokenizer_of("chatml")
     several.chat_template = {"default": several.chat_template, "tool_use": "{{ 1 / 0 }}"}
     assert encode(CHAT, several, None, 999) == encode(CHAT, tokenizer_of("chatml"), None, 999)
+
+
+def test_of_several_templates_tools_have_their_own():
+    """As in decoding, where transformers chooses it."""
+    several, one = tokenizer_of("chatml"), tokenizer_of("chatml")
+    one.chat_template = "{{ tools[0].function.name }}" + one.chat_template
+    several.chat_template = {"default": several.chat_template, "tool_use": one.chat_template}
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
+    with_tools = encode(CHAT, several, None, 999, tools=tools)
+    assert with_tools == encode(CHAT, one, None, 999, tools=tools) != encode(CHAT, several, None, 999)
+    prompt = encode_prompt(CHAT[:1], several, tools=tools)
+    assert with_tools.ids[: len(prompt)] == prompt and left_out(CHAT[:1], several, tools) == set()
+
+
+def test_a_template_may_need_arguments_of_calls_as_text():
+    """DeepSeek's joins them to others."""
+    tokenizer = tokenizer_of("chatml")
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n{{{{ m.content }}}}{calls}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}]}
+    rows = [CHAT[0], call, {"role": "tool", "content": "3"}, CHAT[1]]
+    content = read_sample({"messages": rows})
+    assert content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": "é"}
+    sample = encode(content, tokenizer, None, 999)
+    assert '⟦add{"a": 1, "b": "é"}<|im_end|>⟧' in marked(sample, tokenizer)
+    prompt = encode_prompt(content[:3], tokenizer)
+    assert sample.ids[: len(prompt)] == prompt and left_out(content[:3], tokenizer) == set()
+
+
+def test_no_sample_without_a_label_beside_others():
+    """Qwen3 renders an answer otherwise once another turn follows, which makes it a sample of its own."""
+    tokenizer, template = tokenizer_of("qwen3"), (ROOT / "tests/hub/templates/qwen3.jinja").read_text()
+    for chat, count in ((CHAT[:3], 1), (CHAT, 2), ([*CHAT, CHAT[2]], 2)):
+        samples = encode_row(chat, tokenizer, template, 999).samples
+        assert len(samples) == count and all(any(sample.supervised) for sample in samples)
+    lengths = [len(sample.ids) for sample in samples]
+    short = encode_row([*CHAT, CHAT[2]], tokenizer, template, min(lengths) - 3).samples
+    assert len(short) == 1 and any(short[0].supervised), "the other one's answer lies behind the cut"
+    assert len(encode_row(CHAT, tokenizer, template, 4).samples) == 1
 
 
 @pytest.mark.parametrize("thinks", [True, False])

@@ -356,6 +356,10 @@ def test_a_template_that_prints_the_date(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(ValueError, match=r"a\.jsonl': its chats were streamed with another date"):
         stream()
     stream(template_arguments={"date_string": "24 Nov 2026"})
+    # An argument that the template does not read is not named: this one's text has "updated".
+    source_of = "updated {{ strftime_now('%d %b %Y') }}"
+    found = tokenized(source, data(template=source_of + TEMPLATES["chatml"]), tokenizer)
+    assert "which the chat template prints; pin it by a data.template without it" in found.skipped.lines()[0]
     assert texts(template_arguments={"date_string": "24 Nov 2026"}) == ("24 Nov 2026", [])
 
 

@@ -32,6 +32,7 @@ from draftsmith.inference import calibrate
 from draftsmith.inference.commands import interactive, terminal
 from draftsmith.inference.commands.prompts import Prompt
 from draftsmith.inference.drafters import load
+from draftsmith.inference.drafters.load import MERGED_NODES
 from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import Generation, Request, SpeculativeDecoder
 from draftsmith.inference.engine.step import Step
@@ -738,6 +739,14 @@ def test_drafters_without_training(run_decode, drafter, target, tiny_lm, prompts
         assert reports[-1]["sources"][model]["accepted_tokens"] > 0
 
 
+def test_the_nodes_of_a_merge_are_those_that_a_step_keeps(report_of, tiny_lm):
+    """Not those of its drafters, where these have more."""
+    of_model = f"draft_model:{tiny_lm}@8,5"
+    for name, nodes in ((of_model, 49), (f"{of_model}+ngram", MERGED_NODES)):
+        report, _ = report_of(f"{name} --target {tiny_lm} --prompt 'import os' --max-new-tokens 4 --baseline none")
+        assert report["tree_nodes"] == nodes
+
+
 def test_a_mismatch_fails_the_command(run_decode, drafter, prompts, tmp_path, monkeypatch):
     """All reports are written first."""
     generate = SpeculativeDecoder.generate
@@ -815,6 +824,7 @@ def other_weights(tiny_lm, tmp_path_factory):
         ("DRAFTER --stop x", "--stop is for --prompt, --interactive and --live"),
         ("DRAFTER --live --batch-size 2", "--batch-size is for what is measured, --prompts or --report; leave it out"),
         ("DRAFTER --live --stop ''", "--stop: the text is empty"),
+        ("DRAFTER --live --baseline all", "--baseline is for what is measured, --prompts or --report; leave it out"),
         ("DRAFTER --system x", "--system is for messages of --prompt and --interactive"),
         ("DRAFTER --device cudda", "device 'cudda'"),
         ("none --target nobody/nothing --device meta", "device 'meta'"),
@@ -833,6 +843,29 @@ def test_bad_arguments(run_decode, drafter, prompts, tiny_lm, tmp_path, argument
     places |= {"LOOP": tmp_path / "loop", "DEEP": tmp_path / "deep.json"}
     arguments = re.sub("|".join(places), lambda found: str(places[found[0]]), arguments)
     assert message in error_of(run_decode(f"{arguments} --prompts {prompts}"))
+
+
+def test_the_target_is_of_the_revision_that_was_trained_for(
+    run_main, run_decode, drafter, prompts, tiny_lm, tmp_path, monkeypatch
+):
+    folder, asked = shutil.copytree(drafter, tmp_path / "of-v1"), []
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"target": config["target"] | {"revision": "v1"}})
+
+    def asked_for(name, **options):
+        asked.append(options.get("revision"))
+        raise FileNotFoundError("not here")
+
+    for place in (load, calibrate):
+        monkeypatch.setattr(place, "load_target", asked_for)
+    for command in (
+        lambda: run_decode(f"{folder} --prompts {prompts}"),
+        lambda: run_main(calibrate.main, folder, "--prompts", prompts),
+        lambda: run_decode(f"{folder} --target {tiny_lm} --prompts {prompts}"),
+    ):
+        with pytest.raises(FileNotFoundError, match="not here"):
+            command()
+    assert asked == ["v1", "v1", None], "another target has other revisions"
 
 
 def test_a_target_of_the_same_shape(run_decode, drafter, prompts, other_weights, tmp_path):

@@ -19,6 +19,7 @@ from draftsmith.models.dflash import DFlash, DFlashConfig, block_anchors
 from draftsmith.models.eagle import SIZES
 from draftsmith.models.serving import to_servers
 from draftsmith.models.serving.from_published import convert_if_published
+from draftsmith.models.serving.layouts import unsupported
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
@@ -304,6 +305,13 @@ def test_a_published_folder_and_back(tiny_lm, tmp_path):
     assert load_file(tmp_path / "all/model.safetensors").keys() == {*dflash.stored()} - {"draft_vocab"}
     assert "draft_vocab_size" not in json.loads((tmp_path / "all/config.json").read_text())
     assert "-md drafter.gguf --spec-type draft-dflash --spec-draft-n-max 3" in (tmp_path / "all/README.md").read_text()
+    own = open_source(str(tmp_path / "own"), "sglang")
+    to_servers.export(own, "sglang", tmp_path / "fetched", served_target="org/target")
+    card = (tmp_path / "fetched/README.md").read_text()  # the converter reads folders
+    assert "hf download org/target --local-dir target" in card and "convert_hf_to_gguf.py target" in card
+    other = dataclasses.replace(dflash.config, captured_layers=(1, 0))
+    said = unsupported(DFlash(other), "vllm")
+    assert said == "it captures layers [1, 0] of the target; servers take them in ascending order"
     swapped = {"layers.1.self_attn.q_norm.weight": weights["layers.1.self_attn.k_norm.weight"].clone()}
     save_file(weights | swapped, tmp_path / "model.safetensors")
     shutil.copy(served / "config.json", tmp_path)

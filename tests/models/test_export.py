@@ -369,15 +369,18 @@ def test_the_target_resolves_wherever_the_folder_is_read(drafter, tmp_path, run_
     wanted = {None: target, "org/target": "org/target", "relative/folder": str(tmp_path / "relative/folder")}[served]
     assert code == 0 and named == wanted
     local = served != "org/target"
-    assert ("a folder of this machine; for others: --served-target" in printed) is local
-    assert ("is a folder of the machine that exported this: elsewhere put there" in card) is local
+    assert ("a path of this machine; for others: --served-target" in printed) is local
+    assert ("is a path of the machine that exported this: elsewhere put there" in card) is local
     assert str(tmp_path) not in card and target not in card
 
 
-def test_a_fetched_target_is_named_by_its_hub_id():
+def test_a_fetched_target_is_named_by_its_hub_id(tmp_path, monkeypatch):
     for fingerprint, (hub_id, *_) in card._FETCHED.items():
         assert card.served_name("models/smollm2", fingerprint) == hub_id
     assert card.served_name(TARGET, "0" * 64) == str(Path(TARGET).resolve())
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    assert card.served_name("model.gguf", "0" * 64) == str(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("depths, tokens", [((1, 2, 3, 4), 3), ((1, 2, 3, None), 2), ((), 3)])
@@ -428,6 +431,14 @@ def test_the_card_of_heads_speaks_of_heads(drafter, tmp_path, run_main, to, want
     text = (tmp_path / "README.md").read_text()
     assert all(words in text for words in wanted) and "OpenVINO" not in text and "SGLang" not in text
     assert "Imported by draftsmith from `org/heads`" in text and "license" not in text
+
+
+def test_an_imported_drafter_has_not_the_targets_licence():
+    whose = card.Named("org/target", "org/target", "org/target", "apache-2.0")
+    assert "license: apache-2.0" in whose.front_matter(None, "eagle", imported=False)
+    assert "license" not in whose.front_matter(None, "eagle", imported=True)
+    assert "license: mit" in whose.front_matter("mit", "eagle", imported=True)
+    assert whose.licensed(None, imported=True) == "The published drafter states no licence."
 
 
 # ---- the command

@@ -51,13 +51,19 @@ def model(tokenizer):
     return model
 
 
-def write(path, model, tokenizer, kind=Kind.F32, *, architecture="llama", pre="default", without=(), **more):
+def write(
+    path, model, tokenizer, kind=Kind.F32, *, architecture="llama", pre="default", without=(), scaling="", **more
+):
     """A GGUF file of a Llama; norms stay float32, as everywhere."""
     writer = gguf.GGUFWriter(path, architecture)
     c = model.config
     add_shape(writer, c)
     writer.add_rope_dimension_count(c.hidden_size // HEADS)
     add_tokenizer(writer, tokenizer, pre)
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(64)
     for field, value in more.items():
         writer.add_uint16(field.replace("_", "."), value)
     for name, weight in model.state_dict().items():
@@ -140,6 +146,25 @@ def test_tied_embeddings_and_single_digits(file, model, tokenizer, tmp_path):
     assert target.config.tie_word_embeddings and target.lm_head.weight is target.model.get_input_embeddings().weight
     pieces = target.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12 b's")
     assert [piece for piece, _ in pieces] == ["a", "ĊĊ", "1", "2", "Ġb", "'s"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scaling", ["linear", "yarn", "longrope"])
+def test_scaled_rotary_positions(file, model, tokenizer, tmp_path, capsys, scaling):
+    """transformers leaves them out; of the kinds that need tensors a line says so."""
+    target = load_target(str(write(tmp_path / "scaled.gguf", model, tokenizer, scaling=scaling)))
+    rope = {"rope_type": scaling, "factor": 4.0, "original_max_position_embeddings": 64}
+    said = "does not convert how its rotary positions are scaled (longrope)" in capsys.readouterr().err
+    assert said == (scaling == "longrope")
+    scaled = model
+    if scaling != "longrope":
+        config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": {"rope_theta": 5000.0, **rope}})
+        scaled = LlamaForCausalLM(config).eval()
+        scaled.load_state_dict(model.state_dict())
+    tokens = torch.arange(5, 105)[None]
+    torch.testing.assert_close(target.model(tokens).logits, scaled(tokens).logits)
+    plain = (scaled(tokens).logits - model(tokens).logits).abs().max()
+    assert plain > 0.1 or scaling == "longrope", "the test would see it"
 
 
 def test_decode_takes_it(file, tmp_path, run_main):

@@ -414,6 +414,7 @@ def without(name):
         ("EAGLE-3", tensor("d2t", lambda d2t: d2t[1:]), "'d2t' is"),
         ("EAGLE-3", tensor("norm.weight", lambda w: w / 0), "'norm.weight' holds NaN"),
         ("EAGLE-3", tensor("fc.weight", lambda w: w.to(torch.int8)), "stored as torch.int8"),
+        ("EAGLE-3", tensor("fc.weight", lambda w: w.to(torch.float8_e4m3fn)), "stored as torch.float8_e4m3fn"),
         ("EAGLE-3", tensor("lm_head.weight", lambda w: w[:-1]), r"'lm_head.weight' is \[19, 32\]"),
         ("EAGLE-3", field(vocab_size=64), "vocab_size 64 ≠ 61 of the target"),
         ("EAGLE-3", field(hidden_size=64), "hidden_size 64 ≠ 32 of the target"),

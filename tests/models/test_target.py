@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging
 
 from draftsmith.models import target as target_module
-from draftsmith.models.files import identity, weights
+from draftsmith.models.files import copies, identity, weights
 from draftsmith.models.files.identity import fingerprint
 from draftsmith.models.files.locate import locate
 from draftsmith.models.target import Target, load_target
@@ -338,14 +338,17 @@ def test_fingerprint_stays(folder):
     assert fingerprint(folder) == before
 
     weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").rename(folder / "renamed.safetensors")
+    save_file({f"own.{name}": weight for name, weight in weights.items()}, folder / "consolidated.safetensors")
     assert fingerprint(folder) == before
-    (folder / "renamed.safetensors").unlink()
-    names = sorted(weights)
+    (folder / "consolidated.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
+    names, index = sorted(weights), {}
     for shard, metadata in ((1, None), (2, {"a": "b"})):
         own = {name: weights[name] for name in names[shard % 2 :: 2]}
-        save_file(own, folder / f"model-0000{shard}-of-00002.safetensors", metadata=metadata)
-    (folder / "model.safetensors.index.json").write_text("{}")
+        file = folder / f"model-0000{shard}-of-00002.safetensors"
+        save_file(own, file, metadata=metadata)
+        index |= dict.fromkeys(own, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert fingerprint(folder) == before
     (folder / "generation_config.json").write_text("{}")
     assert fingerprint(folder) == before
@@ -373,8 +376,8 @@ def test_fingerprint_changes_with_the_weights(folder, name, change):
 def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
     """One byte of a tensor, in place, with size and time of modification as before; whether hashes are kept or not."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(identity, "_REMEMBERED", 0)
-    monkeypatch.setattr(identity, "_SETTLED", 0)
+    monkeypatch.setattr(copies, "LARGE", 0)
+    monkeypatch.setattr(copies, "_SETTLED", 0)
     before, file = fingerprint(folder), folder / "model.safetensors"
     data, header = weights.safetensors_header(file)
     monkeypatch.setattr(identity, "safetensors_header", None)
@@ -389,7 +392,7 @@ def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
         stream.write(bytes([byte[0] ^ 1]))
     os.utime(file, ns=times)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(identity, "_REMEMBERED", 0)
+    monkeypatch.setattr(copies, "LARGE", 0)
     said = identity.difference(before, fingerprint(folder))
     assert said.startswith("other weights (fingerprint ")
 
@@ -397,15 +400,28 @@ def test_fingerprint_covers_every_byte(folder, monkeypatch, tmp_path, place):
 def test_hashes_of_a_file_just_written_are_not_kept(folder, monkeypatch, tmp_path):
     """It may be written again within the same tick of the clock."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(identity, "_REMEMBERED", 0)
+    monkeypatch.setattr(copies, "LARGE", 0)
     fingerprint(folder)
     assert not list(tmp_path.glob("cache/hashes/*"))
-    monkeypatch.setattr(identity, "_SETTLED", 0)
+    monkeypatch.setattr(copies, "_SETTLED", 0)
     fingerprint(folder)
     assert len(list(tmp_path.glob("cache/hashes/*"))) == 1
     (tmp_path / "file").touch()
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))  # nothing can be kept there
     assert fingerprint(folder) == fingerprint(folder)
+
+
+def test_a_whole_files_hash_is_kept_until_it_changes(monkeypatch, tmp_path):
+    """A GGUF file's, which every start asks for."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(copies, "LARGE", 0)
+    monkeypatch.setattr(copies, "_SETTLED", 0)
+    file, read = tmp_path / "model.gguf", []
+    monkeypatch.setattr(copies, "file_sha256", lambda each: read.append(each) or each.read_text())
+    for content, times in (("one", 1), ("one", 1), ("other", 2)):
+        if len(read) < times:
+            file.write_text(content)
+        assert copies.known_sha256(file) == content and read == [file.resolve()] * times
 
 
 def test_what_differs_is_named(folder):

@@ -1138,7 +1138,8 @@ def test_nobody_answers_what_is_left(ask, server, tmp_path):
     server.plan = lambda asked: plan[asked["messages"][0]["content"]]
     ask("whole", "endpoint.retries=0")
     said = ask.refused("whole", "endpoint.retries=0", code=1)
-    assert "no answers: 1 of 3" in said and "http 500 1 times" in said and "too long 1 times" in said
+    assert said.startswith("error: no more answers: 1 of 3")
+    assert "http 500 1 times" in said and "too long 1 times" in said
     plan["3"] = "fine"
     ask("whole")
     ask("whole")
@@ -1247,6 +1248,7 @@ def test_a_server_that_fails_during_the_run(ask, server, tmp_path):
     server.plan = lambda asked: next(answers, (500, b"gone"))
     said = ask.refused("whole", "endpoint.give_up=6", "endpoint.retries=0", "endpoint.concurrency=1", code=1)
     counts = counts_of(tmp_path / "whole")
+    assert said.startswith("error: no more answers, endpoint.give_up prompts in a row: ")
     assert "http 500 6 times" in said and counts["done"] > 0 and counts["not_asked"] > 0
 
 

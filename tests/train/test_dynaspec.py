@@ -556,6 +556,12 @@ def test_frequencies(whole, train, target, tmp_path):
     words = target.tokenizer("zebra quiz jazz " * 40)["input_ids"]
     first = load_file(counted / "model.safetensors")["order"].tolist()[len(stops) :]
     assert first[: len(set(words))] == sorted(set(words), key=lambda token: (-words.count(token), token))
+    (tmp_path / "more.txt").write_text("over the lazy dog " * 400)  # ten times as long, and hardly drawn
+    weighed = corpus[:-1] + f", {{source: '{tmp_path}/more.txt', weight: 0.01}}]"
+    counted = train("weighed", "drafter.shortlist=fr_spec", weighed)
+    assert load_file(counted / "model.safetensors")["order"].tolist()[len(stops)] == first[0]
+    answers = "drafter.corpus=[{source: stdlib, answers: {prompts: 2, prompt_tokens: 8, new_tokens: 8}}]"
+    assert "leave out 'answers'" in train.refused("refused", "drafter.shortlist=fr_spec", answers)
 
 
 # ---- runs that end early

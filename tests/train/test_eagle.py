@@ -214,9 +214,17 @@ def test_noise_is_a_function_of_the_step(make_target):
     assert loss(1) == loss(2), "none outside of training"
     module.train()
     assert loss(1) == loss(1) != loss(2)
-    noise = module.noisy(torch.zeros(2, 16, 32), batch, 1)
-    half = 0.3 * 512 / 16 / 2
-    assert half * 0.98 < noise.max() <= half and -half <= noise.min() < -half * 0.98 and abs(noise.mean()) < half / 10
+
+
+def test_noise_of_a_row_is_the_same_beside_any_others(make_target):
+    """Its width is by the row's own length; padding has none."""
+    module, rows = eagle_module(make_target("llama"), version=1, noise=0.3), make_rows(61, share=False)
+    noise = module.noisy(torch.zeros(2, 9, 64), rows.batch([0, 1], 9), 1)
+    for row, length in enumerate((9, 5)):
+        own, half = noise[row, :length], 0.3 * 512 / length / 2
+        assert half * 0.95 < own.max() <= half and -half <= own.min() < -half * 0.95 and abs(own.mean()) < half / 5
+        assert not noise[row, length:].any()
+        assert torch.equal(module.noisy(torch.zeros(1, length, 64), rows.batch([row], length), 1)[0], own)
 
 
 @pytest.mark.parametrize("after", [None, lambda logits: torch.tanh(logits / 2) * 2, lambda logits: logits * 0.7])
@@ -293,6 +301,14 @@ def test_the_run_folder(whole, version):
     assert list(real) == [20] and abs(real[20] - tau[20]) < 0.6
     (folder / "tree.json").write_text('{"paths": [[0], [0, 0], [1]]}')
     assert "identical to plain decoding" in decode_a_little(folder)
+
+
+def test_what_decoding_would_need_is_said(train):
+    """Documents are answers from their first token on."""
+    documents = "data.validation=[{source: stdlib, split: test, limit: 4}]"
+    folder = train("documents", *FURTHER, documents, "evaluate.decode=2", "data.max_length=64")
+    assert "evaluate.decode: no held-out row has a prompt before its answer" in " ".join(train.out.split())
+    assert metrics(folder, "simulated_tau") and not metrics(folder, "tau")
 
 
 def test_a_loss_on_acceptance(train):

@@ -235,7 +235,7 @@ LONG = "data.train.0.answers.prompt_tokens=300"
 LISTS = "drafter.base=BASE"
 REFUSALS = [
     ("medusa", "data.max_length=20", "max_length=20 is less than the 12 + 24 tokens of a prompt and its answer"),
-    ("medusa", "data.train.0.answers.new_tokens=4", "answers.new_tokens must exceed drafter.num_draft_heads + 1 = 4"),
+    ("medusa", "data.train.0.answers.new_tokens=3", "answers.new_tokens must exceed drafter.num_draft_heads = 3"),
     ("medusa", LONG, "has 300 tokens; the target's context holds 256 with the answer"),
     ("medusa", "data.max_length=300 & data.train=[{source: STORY}]", "has 256 positions; set data.max_length=256, or"),
     ("medusa", "target.quantize=4bit", "have to be a multiple of 64 wide, these are 32, 48; use target.quantize=8bit"),
@@ -254,11 +254,11 @@ REFUSALS = [
     ("eagle", "drafter={version: 3, fc_norm: true, norm_before_fc: true}", "are alternatives; set one of them"),
     ("eagle", "drafter.captured_layers=[1, 1]", "captured_layers: [1, 1] have to be different layers"),
     ("eagle", "drafter.captured_layers=[0, 2]", "drafter.captured_layers=[0, 2]: the target has layers 0 to 1"),
-    ("eagle", "data.train.0.answers.new_tokens=8", "must exceed the depth of simulated drafts + 1 = 8"),
+    ("eagle", "data.train.0.answers.new_tokens=7", "must exceed the depth of simulated drafts = 7"),
     ("eagle", "drafter={version: 1, loss: lk}", "loss=lk is for version 3; EAGLE-1 has a regression and ce"),
     ("eagle", "precision.compile=true", "precision.compile: the positions that draft"),
     ("dflash", "drafter.captured_layers=[1, 1]", "captured_layers: [1, 1] have to be different layers"),
-    ("dflash", "drafter.block_size=32", "answers.new_tokens must exceed drafter.block_size = 32"),
+    ("dflash", "drafter.block_size=32", "answers.new_tokens must exceed drafter.block_size - 1 = 31"),
     ("dflash", "drafter.mask_token_id=300", "drafter.mask_token_id=300: the target's ids are 0 to 299"),
     ("dflash", "drafter.loss=lk", "loss=lk: D-PACE weighs cross-entropies; set weights=gamma, too"),
     ("dflash", "precision.compile=true", "precision.compile: the blocks are others in every step"),

@@ -210,7 +210,8 @@ def test_a_run_goes_on_with_the_drafter_and_the_data_that_it_began_with(tmp_path
     del older["drafter"]["draft_vocab_size"]
     file.write_text(yaml.safe_dump(older | {"data": older["data"] | {"no_longer": 1}}))
     folders.check_unchanged(recipe)
-    folders.check_unchanged(recipe.model_copy(update={"data": recipe.data.model_copy(update={"workers": 2})}))
+    for free in ({"workers": 2}, {"max_skipped": 0.5, "max_unsupervised": 0.5}):  # which let a stopped run go on
+        folders.check_unchanged(recipe.model_copy(update={"data": recipe.data.model_copy(update=free)}))
     (was, now), data = ("{}", "{enable_thinking: false}"), recipe.data
     changed = data.model_copy(update={"template_arguments": {"enable_thinking": False}})
     with pytest.raises(ValueError, match=f"began with data.template_arguments={was}, not {now};"):

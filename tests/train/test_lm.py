@@ -190,6 +190,8 @@ def test_begin_with_another_model(run_main, trained, tmp_path):
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
     assert (trained / "tokenizer.json").read_bytes() == (tmp_path / "x" / "tokenizer.json").read_bytes()
     assert metrics(tmp_path / "x", "repetition_loss")
+    said = begin.refused("x", *options, "--resume", "stages.0.steps=4", "stages.0.unlikelihood.ngram=3")
+    assert "--resume: stage a continues texts by another 'unlikelihood'; set it back, or --restart" in said
     said = begin.refused("y", *options, "model.hidden_size=40")
     assert said.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
     said = begin.refused("z", *options, "stages.0.unlikelihood.source.answers=null")

@@ -91,5 +91,5 @@ class DflashRecipe(DrafterRecipe):
             raise ValueError(
                 "drafter.mask_token_id: a streamed source is not searched for an unused token; give the id of one"
             )
-        self.check_answers(self.drafter.block_size, "drafter.block_size")  # blocks are drafted inside of answers
+        self.check_answers(self.drafter.block_size - 1, "drafter.block_size - 1")  # a block is inside an answer
         return self

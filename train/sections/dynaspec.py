@@ -62,6 +62,8 @@ class DynaspecRecipe(DrafterRecipe):
             raise ValueError(f"drafter.base={base}: it is in the run's own folder, which is written anew; set run.name")
         if self.drafter.corpus and self.drafter.shortlist != "fr_spec":
             raise ValueError("drafter.corpus: for drafter.shortlist=fr_spec alone; leave it out")
+        if any(source.answers for source in self.drafter.corpus or []):
+            raise ValueError("drafter.corpus: the text of its sources is counted as it is; leave out 'answers'")
         if self.drafter.shortlist != "low_rank":
             refuse_set(self, ("drafter.rank", "drafter.candidates"), "for drafter.shortlist=low_rank alone")
         if self.init_from:

@@ -127,5 +127,5 @@ class EagleRecipe(DrafterRecipe):
         if self.export.merged:
             raise ValueError("export.merged: no EAGLE drafter changes the target; leave it out")
         depth = min(DEPTH, self.drafter.unroll) if self.drafter.one_pass else DEPTH
-        self.check_answers(depth + 1, "the depth of simulated drafts + 1")
+        self.check_answers(depth, "the depth of simulated drafts")
         return self

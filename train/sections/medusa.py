@@ -114,5 +114,5 @@ class MedusaRecipe(DrafterRecipe):
             raise ValueError("precision.gradient_checkpointing: a frozen target keeps no activations; leave it off")
         if self.export.merged and not joint:
             raise ValueError("export.merged: there is nothing to merge without a joint stage")
-        self.check_answers(heads + 1, "drafter.num_draft_heads + 1")
+        self.check_answers(heads, "drafter.num_draft_heads")
         return self

@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftsmith.common.files import write_json
 from draftsmith.inference import planner
 from draftsmith.inference.commands import memory
 from draftsmith.inference.commands.prompts import read_prompts
@@ -17,7 +18,7 @@ from draftsmith.inference.drafters.compressed import APPENDED
 from draftsmith.inference.engine.engine import Request, SpeculativeDecoder
 from draftsmith.inference.engine.prefill import PREFILL_TOKENS
 from draftsmith.inference.load import load_drafter
-from draftsmith.models.sizes import kv_bytes, sizes_of
+from draftsmith.models.sizes import Sizes, kv_bytes, sizes_of
 from draftsmith.models.target import load_target
 
 
@@ -80,6 +81,21 @@ def test_decoding(run_decode, tiny_lm, four_prompts, free, monkeypatch):
         free(held + row - 1)
         said = error_of(run_decode(f"{name} {common}"))
         assert re.search(rf"not one text of {tokens:,} tokens fits into the .* GB that are free on cpu", said)
+
+
+def test_a_drafters_weights_are_those_that_are_loaded(tmp_path):
+    """No merged target, answers or held-out rows beside them; those of parts, too."""
+    target = Sizes(0, [4], 64)
+    for name, size in (("", 100), ("drafter", 50), ("target", 3000), ("answers/train-0", 700), ("held_out", 600)):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "model.safetensors").write_bytes(b"x" * size)
+    write_json(tmp_path / "drafter/config.json", {"drafter_type": "eagle", "num_layers": 1})
+    for config, weights in (
+        ({"drafter_type": "medusa"}, 100),
+        ({"drafter_type": "dynaspec", "parts": ["drafter"]}, 150),
+    ):
+        write_json(tmp_path / "config.json", config)
+        assert memory._of_parts(str(tmp_path), target, 8, {})[0] == weights
 
 
 def test_planning(run_main, tiny_lm, free):

@@ -15,7 +15,7 @@ from draftsmith.inference.drafters import dynaspec
 from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.load import load_drafter
-from draftsmith.inference.measure import calibrations
+from draftsmith.inference.measure import calibrations, tree_calibration
 from draftsmith.inference.measure.tree_statistics import MAX_RANK, draft_labels
 from draftsmith.inference.trees.merged import MergedDrafter
 from draftsmith.models.artifact import read_drafter, write_drafter
@@ -92,6 +92,16 @@ def test_calibrated_and_decoded(run_main, run_decode, report_of, folder, prompts
             write_json(folder / "tree.json", file)
         report, _ = report_of(f"{options} --baseline none --check-lossless {extra}")
         assert report["lossless"]["passed"]
+
+
+@pytest.mark.parametrize("fewest", [3, 10])
+def test_no_dynamic_tree_is_tried_that_the_shortest_list_cannot_fill(run_main, folder, prompts, monkeypatch, fewest):
+    tried: list[list[int]] = []
+    monkeypatch.setattr(ShortlistConfig, "fewest", fewest)
+    monkeypatch.setattr(tree_calibration, "compare_dynamic", lambda target, drafters, *_: tried.append(drafters) or [])
+    code, _, err = run_main(calibrate.main, *f"{folder} --prompts {prompts} --seconds 2 {OPTIONS}".split())
+    assert code == 0, err
+    assert [drafter.tree.top_k for drafter in tried[0][1:]] == [1, 2, 4, 10][: 2 if fewest == 3 else 4]
 
 
 @pytest.mark.parametrize("kind", LISTS)

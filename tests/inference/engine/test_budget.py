@@ -441,6 +441,25 @@ def test_bounds_that_cannot_be_kept(make_target):
         static.generate([[5]], 3, max_draft_nodes=4)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafts_that_are_not_finite_change_no_text(make_target, rows):
+    """A draft model may overflow where the target does not; it drafts again once it no longer does."""
+    target, rng, spoilt = make_target("llama"), random.Random(1), []
+    drafter = draft_model_of(target)
+    drafter.costs, logits = StepCosts({1: 1.0, 8: 1.1}), drafter.head.logits
+
+    def sometimes(out):
+        scores, ids = logits(out)
+        spoilt.append(rng.random() < 0.4)
+        return scores * (torch.nan if spoilt[-1] else 1), ids
+
+    drafter.head = replace(drafter.head, logits=sometimes, module=None)
+    results = SpeculativeDecoder(target, drafter, static=False).generate(PROMPTS, 40, batch_size=rows)
+    plain = SpeculativeDecoder(target).generate(PROMPTS, 40)
+    assert [result.tokens for result in results] == [result.tokens for result in plain]
+    assert spoilt[0] and max(max(result.accepted) for result in results) > 1, "its budget recovers"
+
+
 # ---- typical acceptance, whose texts choose their nodes
 
 
@@ -472,7 +491,7 @@ def test_typical_nodes_are_those_of_each_row(cached):
     assert len(counts) > 4
 
 
-@pytest.mark.parametrize("kind", ["heads", "merged"])
+@pytest.mark.parametrize("kind", ["heads", "merged", "heads, merged"])
 def test_typical_texts_follow_from_the_text_alone(make_target, monkeypatch, kind):
     """Beside other texts, in any order, and however long steps take: a row has the text that it has alone. Whole trees
     have another one; where nothing pays, it is greedy decoding's, and heads are not asked."""
@@ -481,8 +500,8 @@ def test_typical_texts_follow_from_the_text_alone(make_target, monkeypatch, kind
     requests = [Request(prompt, 24, Sampling(0.8, epsilon=0.03), frozenset()) for prompt in PROMPTS]
 
     def texts(costs, rows=1, order=range(4)):
-        drafter = drafter_of(target) if kind == "heads" else DraftModelDrafter(target, perturbed(target), [2, 1, 1])
-        if kind == "merged":
+        drafter = DraftModelDrafter(target, perturbed(target), [2, 1, 1]) if kind == "merged" else drafter_of(target)
+        if kind != "heads":
             drafter = MergedDrafter({"draft": drafter, "ngram": NgramDrafter(target, min_match=1)}, target, 16)
         propose, drafter.costs = drafter.propose, costs
         asked.clear()
@@ -499,6 +518,17 @@ def test_typical_texts_follow_from_the_text_alone(make_target, monkeypatch, kind
     greedy = SpeculativeDecoder(target).serve(requests, 1)
     assert [*texts(StepCosts({1: 1.0, 2: 9.0})).values()] == [result.tokens for result in greedy]
     assert kind != "heads" or len(asked) == 1
+
+
+def test_nodes_of_one_drafter_of_a_merge_are_no_rule_for_later_steps():
+    """Draft heads alone have the same acceptance in each step, and are not asked where they do not pay. In a merge
+    n-grams may pay in the next one."""
+    shape = StaticTree([-1, 0], torch.device("cpu"), [1.0, 0.2])
+    for source, asked in ((None, False), (torch.tensor([[0, 1]]), True)):
+        budget = TypicalBudget(StepCosts({1: 1.0, 2: 1.5}).seconds, 2)
+        tree = shape.fill(torch.tensor([[5, 6]]), source, torch.tensor([[1.0, 0.2]]))
+        budget.prune(tree, *(texts := (torch.tensor([64]), torch.tensor([True]))))
+        assert budget.drafts(*texts) is asked
 
 
 # ---- static steps

@@ -84,6 +84,22 @@ def test_the_shortest_of_several_rounds_counts(monkeypatch):
         assert seconds(1) == (2.0, 1.5) and seconds(2) == (2.0, 2.0)
 
 
+def test_the_longest_drafts_are_timed(monkeypatch):
+    """Of six, as a P-EAGLE drafter has: beyond what is timed, all would take as long."""
+    monkeypatch.setattr(drafter_plans, "chain_step", lambda target, lean, rows, cached, nodes: nodes)
+    monkeypatch.setattr(drafter_plans, "shortest", lambda nodes, _: float(nodes))
+    monkeypatch.setattr(drafter_plans, "drafted_step_seconds", lambda _, drafter, *rest: 2.0 * drafter.num_nodes)
+    chosen = [Candidate("p", lambda n: SimpleNamespace(num_nodes=n + 1), range(1, 7))]
+    (seconds,) = StepTimes(None, 1, 64, None).measure(chosen).drafted
+    assert [seconds(n) for n in (1, 3, 5, 6)] == [(4.0, 2.0), (8.0, 4.0), (12.0, 6.0), (14.0, 7.0)]
+
+
+def test_a_plan_is_of_the_decoder_that_decodes(kinds):
+    target, _ = kinds
+    said = [Prefilled(target, [[5] * 20], 2, lean=lean).plain.execution for lean in (None, False)]
+    assert "lean decoder" in said[0] and "transformers decoder (as requested)" in said[1]
+
+
 def test_the_fastest_drafter_is_chosen_and_the_next_one_named(monkeypatch, make_target):
     """In each setting, of another drafter than the best; plain decoding where none pays."""
     names = {"good": 0.9, "fair": 0.6, "poor": 0.1}
@@ -244,7 +260,9 @@ def test_a_drafter_of_one_pass_is_planned_over_all_pairs(kinds, monkeypatch):
     """With chains of as many tokens as it drafts, and its own tree."""
     target, _ = kinds
     own = drafter_of(untrained(target, "parallel"), target, (2, 1))
-    monkeypatch.setattr(drafter_plans, "open_named", lambda *given: (target, own))
-    chosen = drafter_plans.candidates(target, ["runs/p"], ["streamingllm"], [K])
+    options: list[object] = []
+    monkeypatch.setattr(drafter_plans, "open_named", lambda *given: options.append(given[-1]) or (target, own))
+    chosen = drafter_plans.candidates(target, ["runs/p"], ["streamingllm"], [K], {"dtype": "float32"})
+    assert options == [{"dtype": "float32"}], "a draft model runs in the dtype that decoding gives it"
     assert [(each.name, list(each.drafts)) for each in chosen[1:]] == [("runs/p", [1, 2, 3]), ("runs/p", [2])]
     assert [each.make(2).num_nodes for each in chosen] == [3, 3, 5]
