@@ -167,17 +167,14 @@ class DraftHead:
     def best(self, out: Tensor, count: int, depth: int | Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
         of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
-        logits are written. Drafts of logits that are not finite have probability 0: NaN would come before the root
-        where nodes are sorted, and stay in a budget's means."""
+        logits are written."""
         if noise is not None:
             scores, tokens = self.logits(out)
-            log_q, best = noise.draft(scores, depth, count, tokens)
-        elif count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
-            log_q, best = found
-        else:
-            scores, tokens = self.logits(out)
-            log_q, best = best_tokens(scores, count, True, tokens)
-        return log_q.nan_to_num_(nan=-torch.inf, neginf=-torch.inf), best
+            return noise.draft(scores, depth, count, tokens)
+        if count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
+            return found
+        scores, tokens = self.logits(out)
+        return best_tokens(scores, count, True, tokens)
 
     def _by_kernel(self, out: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         if self.topk is not None:
@@ -310,6 +307,10 @@ class Levels:
                 acceptance = self.ones
                 if with_acceptance:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
+                    if (
+                        not self.static
+                    ):  # NaN would come before the root where a budget sorts nodes, and stay in its means
+                        acceptance = acceptance.nan_to_num(nan=0.0)
             else:
                 choice = self.drawn[depth]
                 k = choice.k
