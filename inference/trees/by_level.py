@@ -307,9 +307,7 @@ class Levels:
                 acceptance = self.ones
                 if with_acceptance:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
-                    if (
-                        not self.static
-                    ):  # NaN would come before the root where a budget sorts nodes, and stay in its means
+                    if not self.static:  # a budget sorts NaN before the root, and keeps it in its means
                         acceptance = acceptance.nan_to_num(nan=0.0)
             else:
                 choice = self.drawn[depth]
