@@ -101,19 +101,19 @@ def peers(report: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     from draftsmith.inference.measure.timing import Timed, speedup, speedup_fields
 
     of = report["per_prompt"]
-    kind_of = dict(zip(of["group"], of["kind"], strict=True))
+    kind_of = dict(zip(of["group"], of["kind"], strict=True))  # of each timed group
+    of_all = reduced(report, where) | {"training": None, "lossless": None, "tree_nodes": 0, "execution": "transformers"}
 
     def figures(peer: str, kind: str | None) -> dict[str, Any]:
         timed = list[Timed]()
         for method in (bases[peer], bases["engine"]):
             own = [n for n in range(len(method["seconds"])) if kind in (None, kind_of[n])]
             timed.append(Timed({}, [method["new_tokens"][n] for n in own], [[method["seconds"][n]] for n in own]))
-        own_fields = of_all["all"] if kind is None else of_all["sets"][kind]
+        of_drafter = of_all["all"] if kind is None else of_all["sets"][kind]
         speed = {"mean_accepted_length": None, "mean_accepted_length_interval": None}
         speed |= speedup_fields("speedup", speedup(*timed))
-        return own_fields | speed | {"tokens_per_second": round(timed[0].tokens_per_second, 2)}
+        return of_drafter | speed | {"tokens_per_second": round(timed[0].tokens_per_second, 2)}
 
-    of_all = reduced(report, where) | {"training": None, "lossless": None, "tree_nodes": 0, "execution": "transformers"}
     return [
         of_all
         | {"drafter": name, "all": figures(peer, None), "sets": {kind: figures(peer, kind) for kind in of_all["sets"]}}

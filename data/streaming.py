@@ -1,9 +1,9 @@
 """Rows of a source too large to be stored: read, encoded and packed one window at a time, during training.
 
-A window is the samples of ``WINDOW`` consecutive rows of the source; packed, they are shuffled among themselves. Row
-number → row is a pure function of source and seed, so that a resumed run sees the same rows as an uninterrupted one.
-The number of rows of each window is kept in the run's folder, so that a resumed run need not read the source from the
-beginning.
+A window is the samples of ``WINDOW`` consecutive rows of the source. The rows that it trains on, packed or not, are
+shuffled among themselves. Row number → row is a pure function of source and seed: a resumed run sees the same rows as
+an uninterrupted one. The number of rows of each window is kept in the run's folder, so that a resumed run need not read
+the source from the beginning.
 """
 
 import bisect

@@ -92,8 +92,8 @@ class EagleTraining(BesideTarget):
         it is beside, narrower in long rows."""
         drawn, noise = torch.Generator(features.device), torch.zeros_like(features)
         segment = batch.get("segment", torch.ones_like(batch["tokens"]))
-        totals, lengths = batch["tokens"].sum(1).tolist(), (segment > 0).sum(1).tolist()
-        for row, (total, length) in enumerate(zip(totals, lengths, strict=True)):
+        facts = torch.stack((batch["tokens"].sum(1), (segment > 0).sum(1)), 1)
+        for row, (total, length) in enumerate(facts.tolist()):
             drawn.manual_seed((self.seed + 1_000_003 * step + total) % (1 << 63))
             uniform = torch.rand(length, features.shape[2], generator=drawn, device=features.device) - 0.5
             noise[row, :length] = uniform * (self.noise * 512 / max(1, length))

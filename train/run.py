@@ -285,9 +285,9 @@ class Run(Generic[R]):
             )
         self.held_out = {key: value[: recipe.evaluate.sequences] for key, value in held_out.items()}
         if recipe.evaluate.decode and (sharded.spreads() or not prompts_of(self.held_out)):
-            none = "a target that is spread over processes decodes nothing"
-            none = none if sharded.spreads() else "no held-out row has a prompt before its answer, as chats have"
-            console.print(f"evaluate.decode: {none}; τ is not measured by decoding", style="yellow")
+            spread = "a target that is spread over processes decodes nothing"
+            why = spread if sharded.spreads() else "no held-out row has a prompt before its answer, as chats have"
+            console.print(f"evaluate.decode: {why}; τ is not measured by decoding", style="yellow")
         if not bool((draft_labels(**self.held_out, depth=depth) >= 0).all(-1).any()):
             raise ValueError(
                 f"data.validation: evaluations measure drafts of {depth} tokens, and no answer of the "

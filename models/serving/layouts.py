@@ -109,9 +109,9 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
 
     vLLM makes EAGLE-1's ``fc`` without a bias, and its loader skips one without a word. ``norm_before_fc`` together
     with ``fc_norm``, which speculators refuses, is no drafter of ours (:class:`EagleConfig`)."""
-    ascending = list(getattr(drafter.config, "captured_layers", ()))
-    if isinstance(drafter, Eagle | DFlash) and ascending != sorted(ascending) and to != "medusa":
-        return f"it captures layers {ascending} of the target; servers take them in ascending order"
+    captured = list(getattr(drafter.config, "captured_layers", ()))  # heads have none
+    if captured != sorted(captured) and to != "medusa":
+        return f"it captures layers {captured} of the target; servers take them in ascending order"
     if isinstance(drafter, DFlash):
         if to not in ("vllm", "sglang", "speculators"):
             return f"a DFlash drafter: it is written for vLLM, SGLang and speculators, not for {to}; use --to vllm"
@@ -125,7 +125,7 @@ def unsupported(drafter: Eagle | MedusaHeads | DFlash, to: str) -> str | None:
             rows = f"its heads have rows of their own for a draft vocabulary, for which {to} has no place"
             return f"{rows}; train them with drafter.projection=shared, or with all tokens"
         return None
-    c, captured = drafter.config, list(drafter.config.captured_layers)
+    c = drafter.config
     if to == "medusa":
         return "an EAGLE drafter: the format medusa holds Medusa heads alone; use --to vllm or --to sglang"
     for name in ("attention_bias", "own_embeddings", "target_hidden_size"):  # of drafters that were imported
