@@ -6,7 +6,8 @@
 
 A row is a target, a drafter and a device: training tokens and time, then τ and tokens/s over plain decoding on each of
 four sets of prompts and on all of them, each with its 95 % interval, and how many tokens differ from plain decoding.
-transformers' own decoding, and its prompt lookup, are rows too where --baseline all timed them beside the drafters.
+transformers' own decoding, its prompt lookup and its assisted generation are rows too where --baseline all timed them
+beside the drafters.
 Kept reports are benchmarks/results/coder/*.json, without paths and without figures of single prompts; a report of the
 same target, drafter, device and dtype takes the place of the one before. A document's marker says which rows it has:
 smollm2-table those of SmolLM2, and coder-table the others, with published figures (benchmarks/results/published.json)
@@ -34,6 +35,7 @@ PUBLISHED = "benchmarks/results/published.json"
 SETS = {"humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K", "mt-bench": "MT-Bench"}
 TABLES = ("coder-table", "smollm2-table")
 PEERS = {"transformers": "transformers, generate", "prompt_lookup": "transformers, prompt lookup"}
+PEERS |= {"assisted": "transformers, assisted generation"}
 FIGURES = ("prompts", "timed_prompts", "mean_accepted_length", "mean_accepted_length_interval", "speedup")
 FIGURES += ("speedup_interval", "tokens_per_second", "baselines")
 FACTS = ("target_fingerprint", "device", "dtype", "mode", "lossy", "sampling", "max_new_tokens", "batch_size")

@@ -174,7 +174,8 @@ def add_measuring_options(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         choices=["none", "engine", "transformers", "all"],
         default="engine",
-        help="what speeds are compared with: plain decoding by this engine, by transformers, or both (%(default)s)",
+        help="what speeds are compared with: plain decoding by this engine, by transformers, or all: both, "
+        "transformers' prompt lookup, and its assisted generation beside a draft_model (%(default)s)",
     )
     parser.add_argument("--check-lossless", action="store_true", help="compare every token with plain decoding")
     parser.add_argument(

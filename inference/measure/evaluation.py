@@ -13,6 +13,7 @@ import torch
 from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
+from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
 from draftsmith.inference.engine.logprobs import LogprobsMode
@@ -97,7 +98,7 @@ def evaluate(
         prompts: token ids.
         sampling: of modes ``sample`` and ``typical``; each prompt has a seed of its own, made of this one's.
         baseline: what speeds are compared with: plain decoding by this engine, by transformers, or ``all``:
-            transformers' prompt lookup too, where ``batch_size`` is 1.
+            at ``batch_size`` 1 its prompt lookup too, and its assisted generation beside a draft model.
         check_lossless: compare the texts with plain decoding; in mode ``mss`` their distribution. Prompts that were not
             timed are decoded in batches of :func:`rows_untimed`.
         rounds: over all prompts, at most; timing ends when every speed-up is known to within 3 %.
@@ -167,10 +168,17 @@ class _Evaluation:
         """Of a drafter, one for each prompt."""
         return [self.timed[name].outputs[number] for number in range(len(self.prompts))]
 
+    def draft_model(self) -> Target | None:
+        """The first drafter's that transformers' assisted generation can take, one text at a time: a draft model over
+        the whole text and vocabulary, alone."""
+        whole = [d for d in self.drafters.values() if isinstance(d, DraftModelDrafter) and d.entries is None]
+        models = [d.model for d in whole if d.ids is None and d.model.vocab_size == self.target.vocab_size]
+        return models[0] if models and self.batch_size == 1 else None
+
     def time_methods(self, baseline: Baseline, rounds: int, seconds: float | None, kinds: Sequence[str | None]) -> None:
         """Time the drafters and the baselines on the same groups of prompts."""
         target, prompts, batch_size = self.target, self.prompts, self.batch_size
-        wanted = {"none": [], "all": ["engine", "transformers", "prompt_lookup"]}.get(baseline, [baseline])
+        wanted = {"none": [], "all": [*reporting.SPEEDUPS]}.get(baseline, [baseline])
         self.decoders = [SpeculativeDecoder(target, drafter, lean=self.lean) for drafter in self.drafters.values()]
         self.plain = SpeculativeDecoder(target, lean=self.lean)
         methods: dict[str, Method] = {
@@ -184,6 +192,11 @@ class _Evaluation:
         if "prompt_lookup" in wanted and batch_size == 1:
             theirs["prompt_lookup_num_tokens"] = PROMPT_LOOKUP_TOKENS
             methods["prompt_lookup"] = transformers_method(target, self.max_new_tokens, **theirs)
+            del theirs["prompt_lookup_num_tokens"]
+        draft_model = self.draft_model()
+        if "assisted" in wanted and draft_model:
+            theirs["assistant_model"] = draft_model.model
+            methods["assisted"] = transformers_method(target, self.max_new_tokens, **theirs)
         self.compared = compared = [name for name in wanted if name in methods]
         on_gpu = target.device.type == "cuda"
         if on_gpu:
@@ -203,6 +216,8 @@ class _Evaluation:
             self.by_kind, named = {}, []
         self.timed = timed = run_rounds(methods, prompts, rounds, warm_up, batch_size, seconds, settled, named)
         self.baselines = {name: timed[name].summary() for name in compared}
+        if draft_model and "assisted" in compared:
+            self.baselines["assisted"]["draft_model"] = draft_model.name
         if "engine" in compared and "transformers" in compared:
             plain_over_theirs = speedup(timed["engine"], timed["transformers"])
             self.baselines["engine"] |= speedup_fields("speedup_vs_transformers", plain_over_theirs)

@@ -14,7 +14,7 @@ from draftsmith.inference.drafters.names import short_name
 from draftsmith.inference.engine.engine import SpeculativeDecoder
 from draftsmith.inference.engine.text import decode_text
 from draftsmith.inference.measure.paired import MIN_PAIRS
-from draftsmith.inference.measure.report import LABELS, exactness, intervals_line
+from draftsmith.inference.measure.report import LABELS, WITHOUT_DRAFTS, exactness, intervals_line
 from draftsmith.inference.measure.trace import Ranks, Trace, acceptance_by_ranks, trace, traced
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -96,6 +96,7 @@ def _render(
         enough=MIN_PAIRS,
         intervals_line=intervals_line(report),
         labels=LABELS,
+        without_drafts=WITHOUT_DRAFTS,
         sources=sources,
         texts=texts,
         longest=max([1.0, *((k.get(f"{TAU}_interval") or [k[TAU] or 0.0])[-1] for k in report["kinds"].values())]),

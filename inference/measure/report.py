@@ -24,8 +24,13 @@ from draftsmith.inference.measure.paired import MIN_PAIRS
 from draftsmith.models.target import Target
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
-SPEEDUPS = {"engine": "speedup", "transformers": "speedup_vs_transformers", "prompt_lookup": "speedup_vs_prompt_lookup"}
+SPEEDUPS = {"engine": "speedup"}
+SPEEDUPS |= {base: f"speedup_vs_{base}" for base in ("transformers", "prompt_lookup", "assisted")}
 LABELS = {"engine": "plain, our engine", "transformers": "transformers.generate", "prompt_lookup": "its prompt lookup"}
+LABELS |= {"assisted": "assisted generation"}
+WITHOUT_DRAFTS = ("engine", "transformers")  # baselines that commit one token a step
+COLUMNS = {"engine": "× plain", "transformers": "× trans-\nformers", "prompt_lookup": "× prompt\nlookup"}
+COLUMNS |= {"assisted": "× as-\nsisted"}
 TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
@@ -190,11 +195,10 @@ def print_kinds(reports: Sequence[dict[str, Any]], console: Console) -> None:
     """The figures of each kind of text, a row for each drafter; nothing where there are no kinds."""
     if not reports[0].get("kinds"):
         return
-    ratios = {"engine": "× plain", "transformers": "× trans-\nformers"}
-    compared = [base for base in ratios if base in reports[0]["baselines"]]
+    compared = [base for base in WITHOUT_DRAFTS if base in reports[0]["baselines"]]
     table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
     table.add_column("method, % accepted\nat depth 1, 2, …", no_wrap=True)
-    for column in ("τ", "τ before\nloops", *(ratios[base] for base in compared)):
+    for column in ("τ", "τ before\nloops", *(COLUMNS[base] for base in compared)):
         table.add_column(column, justify="right", no_wrap=True)
     for kind, of_first in reports[0]["kinds"].items():
         table.add_row(f"[bold]{escape(kind)}[/bold], {counted(of_first['prompts'], 'prompt')}")
@@ -256,27 +260,29 @@ def print_table(reports: Sequence[dict[str, Any]], console: Console) -> None:
     title = f"{first['target']} · {counted(first['prompts'], 'prompt')} · {first['device']} · {first['dtype']}"
     console.print(title, style="italic", markup=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False)
-    columns = ("method", "tokens/s", "× plain", "× trans-\nformers", "× prompt\nlookup", "τ", "τ before\nloops")
-    shown = range(len(columns)) if console.width >= TABLE_WIDTH else (0, 1, 2, 3, 5)
+    baselines = first["baselines"]
+    # Assisted generation is timed beside few drafters.
+    over = {base: field for base, field in SPEEDUPS.items() if base in baselines or base != "assisted"}
+    columns = ("method", "tokens/s", *(COLUMNS[base] for base in over), "τ", "τ before\nloops")
+    shown = range(len(columns)) if console.width >= TABLE_WIDTH else (0, 1, 2, 3, len(columns) - 2)
 
     def add_row(*cells: str) -> None:
         table.add_row(*(cells[place] for place in shown))
 
     for place in shown:
         table.add_column(columns[place], justify="right" if place else "left", no_wrap=True)
-    baselines = first["baselines"]
     for key, label in LABELS.items():
         if key in baselines:
             speed = baselines[key]["tokens_per_second"]
-            ratios = [ratio_cell(baselines[key], name) for name in SPEEDUPS.values()]
-            for place, base in enumerate(SPEEDUPS):
+            ratios = [ratio_cell(baselines[key], name) for name in over.values()]
+            for place, base in enumerate(over):
                 if base in baselines and ratios[place] == "–":
                     ratios[place] = f"{speed / baselines[base]['tokens_per_second']:.2f}"
-            add_row(label, f"{speed:.1f}", *ratios, "1.00" if key != "prompt_lookup" else "–", "–")
+            add_row(label, f"{speed:.1f}", *ratios, "1.00" if key in WITHOUT_DRAFTS else "–", "–")
     for report in reports:
         name = _fitting_name(report["drafter"])
         before = report["loops"]["mean_accepted_length_before"]
-        ratios = [ratio_cell(report, field) for field in SPEEDUPS.values()]
+        ratios = [ratio_cell(report, field) for field in over.values()]
         add_row(
             f"[bold]{escape(name)}[/bold]",
             f"[bold]{report['tokens_per_second']:.1f}[/bold]",
@@ -380,6 +386,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     speed, lengths, places = axes[0]
     baselines = report["baselines"]
     names = {"engine": "plain,\nour engine", "transformers": "trans-\nformers", "prompt_lookup": "prompt-\nlookup"}
+    names |= {"assisted": "as-\nsisted"}
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
     bars[short_name(report["drafter"]).replace("+", "\n+ ")] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])

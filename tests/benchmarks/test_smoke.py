@@ -16,8 +16,6 @@ pytestmark = pytest.mark.measurement
 # A command's name → its words, the list of its report and the length of that, files beside the report. TARGET, HEADS
 # and PROMPTS are made here; --out is added.
 COMMANDS = {
-    "assisted": ("--target TARGET --draft NEAR --prompts PROMPTS --device cpu --max-new-tokens 8 --expansion 2 1",
-                 "methods", 4, ()),
     "budget": ("ngram:1-3 --target TARGET --prompts PROMPTS --device cpu --batch-sizes 1 3 --fixed 1 4 --temperatures "
                "0 0.7 --max-new-tokens 8 --rounds 2", "rows", 12, ()),
     "coupled": ("draft_model:NEAR --target TARGET --prompts PROMPTS --device cpu --temperatures 0 0.7 --expansion 2 1 "
@@ -98,14 +96,6 @@ def test_the_command(run, tmp_path, name):
 
 
 # ---- what a report says
-
-
-def check_assisted(report):
-    methods = report["methods"]
-    assert list(methods) == ["draft_model", "plain", "assisted", "generate"] and 1.5 < methods["draft_model"]["tau"] < 3
-    assert all(row["texts"] == 6 and row["different"] == 0 for row in methods.values())
-    low, high = methods["draft_model"]["speedup_vs_assisted_interval"]
-    assert low <= methods["draft_model"]["speedup_vs_assisted"] <= high
 
 
 def check_budget(report):
@@ -206,7 +196,6 @@ def check_medusa_step(report):
 
 
 CHECKS = {
-    "assisted": check_assisted,
     "budget": check_budget,
     "compressed acceptance": check_acceptance,
     "compressed speed": check_speed,
@@ -240,8 +229,6 @@ def test_a_grid_goes_on_where_it_ended(run, tmp_path):
 # ---- what is refused
 
 REFUSED = [
-    ("assisted", "--target TARGET --draft models/tiny-lm --prompts PROMPTS", "has another vocabulary than target"),
-    ("assisted", "--target TARGET --draft NEAR --prompts PROMPTS --seconds 0", "--seconds 0: must be above 0"),
     ("budget", "none --target TARGET --prompts PROMPTS", "'none' drafts nothing; give a drafter"),
     ("claims", "--list --table", "give the NAMEs of claims, or one of --list, --table and --keep"),
     ("claims", "--list --small", "--small, --show and --seed need the NAME of a claim"),

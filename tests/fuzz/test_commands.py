@@ -72,10 +72,6 @@ OTHERS: dict[str, tuple[list[str], dict[str, tuple[str, ...]]]] = {
         "--batches": NUMBERS, "--loads": ("-1", "0", "nan"), "--requests": NUMBERS, "--seconds": NUMBERS,
         "--rounds": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
-    "benchmarks.assisted": (["--target", "TARGET", "--draft", "TARGET", "--prompts", "prompts.jsonl"], {
-        "--expansion": NUMBERS, "--max-new-tokens": NUMBERS, "--repeat": NUMBERS, "--threads": NUMBERS,
-        "--target": ("nowhere",), "--draft": ("nowhere",), "--out": (".",),
-    }),
     "benchmarks.ensembles": (["nowhere/at/all", "--prompts", "prompts.jsonl"], {
         "--nodes": NUMBERS, "--expansion": NUMBERS, "--prompts": ("nowhere.jsonl",),
     }),
@@ -195,8 +191,6 @@ QUICK = [
             "step_times.py --target nowhere",
             "serving.py none nowhere --target models/tiny-lm --prompts README.md",
             "serving.py none --target models/tiny-lm --prompts nowhere.jsonl",
-            "assisted.py --target nowhere --draft models/tiny-lm --prompts README.md",
-            "assisted.py --target models/tiny-lm --draft models/tiny-lm --prompts .",
             "ensembles.py nowhere --prompts README.md",
             "ensembles.py a/b --prompts nowhere.jsonl",
             "shortlist_heads.py nowhere --prompts README.md",

@@ -195,7 +195,6 @@ WRITERS = {
     "step_times": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--out", "OUT"], "x.json"),
     "a profile": ("benchmarks.step_times", ["--target", "TARGET", "--nodes", "1", "--profile", "OUT"], "x.txt"),
     "serving": ("benchmarks.serving", ["ngram", *PROMPTS, "--target", "TARGET", "--out", "OUT"], "x.json"),
-    "assisted": ("benchmarks.assisted", [*PROMPTS, *"--target TARGET --draft TARGET --out OUT".split()], "x.json"),
     "medusa_stages": ("benchmarks.medusa_stages", [*PROMPTS, "--recipe", RECIPE, "--out", "OUT"], "runs"),
 }
 

@@ -224,6 +224,24 @@ def test_fewer_prompts_are_timed_than_checked(report_of, drafter, nine, batches)
     assert err.index(said) < err.index("decoding by the target alone, 3 at a time") < err.index("checking")
 
 
+def test_assisted_generation_is_timed_beside_a_draft_model(run_decode, drafter, tiny_lm, nine, tmp_path):
+    """transformers' own speculative decoding, by the draft model that stands alone; beside others there is none."""
+    model = f"draft_model:{tiny_lm}@1,1"
+    options = f"--target {tiny_lm} --prompts {nine} --max-new-tokens 8 --baseline all --report {tmp_path}"
+    code, _, err = run_decode(f"{drafter} {model} {options}")
+    assert code == 0, err
+    for report in reports_of(tmp_path, ("heads", short_name(model))):
+        assert report["baselines"]["assisted"]["draft_model"] == str(tiny_lm)
+        low, high = report["speedup_vs_assisted_interval"]
+        assert low <= report["speedup_vs_assisted"] <= high and f"{low:.2f}–{high:.2f}" in err
+    assert "assisted generation" in err
+    for others in (f"{drafter} {model}+ngram", f"{model} --batch-size 3", f"draft_model:{tiny_lm},snapkv:64"):
+        code, _, err = run_decode(f"{others} {options}")
+        assert code == 0 and "assisted generation" not in err, err
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert "assisted" not in report["baselines"] and report["speedup_vs_assisted"] is None
+
+
 @pytest.mark.parametrize(("module", "function"), [(evaluation, "check_texts"), (reporting, "print_texts")])
 def test_figures_outlive_what_comes_after(run_decode, drafter, nine, tmp_path, monkeypatch, module, function):
     """An interrupted check; a pipe that was closed."""
