@@ -8,13 +8,13 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal
 
-import psutil
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.benchmarks.floors import STEP_LAUNCHES, Work
 from draftsmith.benchmarks.options import SHAPES
+from draftsmith.common.command import available_memory
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -35,7 +35,7 @@ def release() -> None:
 def check_fits(needed: int, device: torch.device) -> None:
     """Check that ``needed`` bytes of the device's memory are free. Raises MemoryError: fewer are."""
     cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if cuda else available_memory()
     if needed > free:
         raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
 

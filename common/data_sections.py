@@ -83,6 +83,8 @@ class Source(Section):
     def _known(self) -> "Source":
         if self.files is not None and (self.installed or self.is_file):
             raise ValueError(f"source {self.source!r}: 'files' is for a Hub data set, whose files it names")
+        if self.subset is not None and (self.installed or self.is_file):
+            raise ValueError(f"source {self.source!r}: 'subset' is for a Hub data set; leave it out")
         if self.streaming and (self.installed or self.source.endswith(".txt")):
             raise ValueError(f"source {self.source!r}: 'streaming' is for .json, .jsonl, .parquet and Hub data sets")
         if self.installed:

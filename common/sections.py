@@ -155,7 +155,7 @@ class Launch(Section):
         ge=60,
         le=7 * 86400,
         description="seconds that a process waits for another one before the run ends with an error: so the others "
-        "notice one that died; more than what the first one takes to write a checkpoint",
+        "notice one that died; more than what the first one takes to write a checkpoint, or to mark an SSM's prompts",
     )
 
 

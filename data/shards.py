@@ -52,7 +52,9 @@ def open_shards(
             raise TypeError
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{manifest}: damaged, or not a distillation's; set run.name") from None
-    changed = [name for name in {**before, **decides} if before.get(name) != decides.get(name)]
+    # Earlier versions wrote all fields of the target.
+    names = [name for name in {**before, **decides} if name in decides or not name.startswith("target.")]
+    changed = [name for name in names if before.get(name) != decides.get(name)]
     changed = [name for name in changed if name not in (older or {}) or before.get(name) != (older or {})[name]]
     if restart:
         remove_own(folder)

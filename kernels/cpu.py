@@ -109,28 +109,32 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled library; None where there is no compiler, or it fails."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if not compiler or os.environ.get("DRAFTSMITH_CPU_KERNELS") == "0":
         return None
     command = [*shlex.split(compiler), "-std=c++17", "-O3", "-march=native", "-Wno-psabi", "-shared", "-fPIC"]
     for options in (["-fopenmp"], []):  # without OpenMP on one thread
-        with suppress(OSError, RuntimeError, subprocess.SubprocessError):
-            return ctypes.CDLL(str(_build([*command, *options])))
+        with suppress(OSError, subprocess.SubprocessError):
+            try:
+                return ctypes.CDLL(str(_build([*command, *options], cache_folder())))
+            except (OSError, RuntimeError):  # it cannot be written, libraries in it cannot be run, or there is no home
+                with tempfile.TemporaryDirectory() as folder:
+                    return ctypes.CDLL(str(_build([*command, *options], Path(folder))))
     return None
 
 
-def _build(command: list[str]) -> Path:
-    """The file of the library, compiled where it is missing. PyTorch's own OpenMP threads run it: it has been loaded
-    under the name that the library asks for."""
+def _build(command: list[str], folder: Path) -> Path:
+    """The file of the library in a folder, compiled where it is missing. PyTorch's own OpenMP threads run it if both
+    are GCC's: they have been loaded under the name that the library asks for."""
     facts = cpu_facts()  # a cache folder may be shared by several machines
     cpu = platform.machine() + "".join(facts.get(name, "") for name in ("model name", "flags", "Features"))
     sources = b"".join(file.read_bytes() for file in _SOURCES)
     key = hashlib.sha256("\n".join([cpu, *command]).encode() + sources).hexdigest()[:16]
-    file = cache_folder() / f"cpu-{key}.so"
+    file = folder / f"cpu-{key}.so"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / file.name
+        with tempfile.TemporaryDirectory(dir=file.parent) as new:
+            made = Path(new) / file.name
             subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=120)
             made.replace(file)
     return file

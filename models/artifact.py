@@ -139,7 +139,8 @@ def _card(folder: Path, drafter_type: str, shape: Mapping[str, Any], target: Tar
     elsewhere = {"command", "licence", *MEASURED}
     table = table_of({key: value for key, value in fields.items() if key not in elsewhere})
     base = str(facts.get("target_fingerprint") or target.fingerprint)  # as it was, without an adapter
-    whose, licence = named(target.name, base, str(target.describe().get("model_type"))), facts.get("licence")
+    described, licence = target.describe(), facts.get("licence")
+    whose = named(target.name, base, str(described.get("model_type")), revision=described.get("revision"))
     name = folder.resolve().name
     made = f"imported from `{facts['imported_from']}`" if "imported_from" in facts else "trained"
     prompt = "def read_config(path):"

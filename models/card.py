@@ -80,12 +80,15 @@ class Named:
         return "No licence was stated in the recipe, and the target's is not known here."
 
 
-def named(name: str, fingerprint: str, model_type: str, served: str | None = None) -> Named:
+def named(
+    name: str, fingerprint: str, model_type: str, served: str | None = None, revision: str | None = None
+) -> Named:
     """How a card names a target.
-    ``name``: by which it was loaded: a folder, a GGUF file or a Hub id.
+    ``name``, ``revision``: by which it was loaded: a folder, a GGUF file or a Hub id.
     ``fingerprint``: as stored, without an adapter.
     ``served``: what a server loads it by, if that was said."""
-    hub_id, licence = next((each for each in (served, name) if each and is_hub_id(each)), None), stated_licence(name)
+    hub_id = next((each for each in (served, name) if each and is_hub_id(each)), None)
+    licence = stated_licence(name, revision)
     shown = served if served and not _is_path(served) else hub_id
     if fingerprint in _FETCHED:
         known, licence, command = _FETCHED[fingerprint]
@@ -119,14 +122,14 @@ def _is_path(name: str) -> bool:
     return path or name.rstrip("/") in FETCHES or local_folder(name) is not None
 
 
-def stated_licence(name: str) -> str | None:
+def stated_licence(name: str, revision: str | None = None) -> str | None:
     """The licence in the metadata of a target's card, in its folder or in the Hub's cache; nothing is downloaded."""
     folder = local_folder(name)
     card = folder / "README.md" if folder else None
     if folder is None and is_hub_id(name):
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "README.md")
+        cached = try_to_load_from_cache(name, "README.md", revision=revision)
         card = Path(cached) if isinstance(cached, str) else None
     try:
         text = card.read_text(encoding="utf-8") if card else ""

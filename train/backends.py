@@ -15,7 +15,7 @@ from draftsmith.data.chat import encode_prompt, encode_user_turn
 from draftsmith.data.endpoint import Answer, Server, in_threads, not_sent_line
 from draftsmith.data.formats import TokenIds
 from draftsmith.data.rows import UnusableRow
-from draftsmith.data.seeds import EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
+from draftsmith.data.seeds import CUT_THINKING, EMPTY, TOO_LONG, Conversation, RequestFailed, ask_for_user_turn
 from draftsmith.data.tokenized import template_for
 from draftsmith.inference.commands.memory import rows_that_fit
 from draftsmith.inference.engine.cache import free_bytes
@@ -108,10 +108,13 @@ def by_engine(recipe: DistillRecipe, conversations: Iterator[Conversation], end:
         closing = conversation.closing
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
-        if conversation.speaker == "assistant" and not text.strip():
-            conversation.fail(RequestFailed(EMPTY))
-            end(conversation)
-            return False
+        if conversation.speaker == "assistant":
+            whole = tokenizer.decode(conversation.prompt[-16:]) + text  # the template may begin the thinking
+            thinks = reason == "length" and whole.rfind("<think>") > whole.rfind("</think>")
+            if thinks or not text.strip():
+                conversation.fail(RequestFailed(CUT_THINKING if thinks else EMPTY))
+                end(conversation)
+                return False
         token_ids = TokenIds(prompt=conversation.prompt, answer=list(result.tokens))
         if result.logprobs:
             token_ids["logprobs"] = result.logprobs.as_json()

@@ -101,8 +101,8 @@ def rows_of_round(
         Rows, the weight of each, and the number of prompts that are left.
     """
     weights = [source.weight for source in run.recipe.data.train]
-    folder, asked = run.folder / MARKS / str(number), boost.model_dump(exclude={"min_prompts"})
-    asked |= {"rows": run.data_sha256} | ({"stages": rounds} if boost.mark == "fresh" else {})
+    folder, asked = run.folder / MARKS / str(number), {"rows": run.data_sha256}
+    asked |= {"stages": rounds} if boost.mark == "fresh" else {}
     there = run.resume and (folder / "model.safetensors").exists()
     made = read_json(folder / "asked.json") if there else asked
     for name, value in asked.items():
@@ -110,10 +110,8 @@ def rows_of_round(
             continue
         if name == "rows":
             raise ValueError(f"--resume: round {number} had other training rows; use them, or --restart")
-        label = name if name == "stages" else f"boost.{name}"
         raise ValueError(
-            f"--resume: round {number} trains on what {label}={was} left, and the recipe now has {value}; set it "
-            "back, or --restart"
+            f"--resume: round {number} was one of {was} stages, not of {value}; set them back, or --restart"
         )
     if boost.ensemble == "seeds":
         return list(rows), weights, sum(len(part.samples) for part in rows)
@@ -126,7 +124,9 @@ def rows_of_round(
                 samples, remaining = subset(part.samples, labels), labels.copy()
                 for index, model in enumerate(models if len(samples) else ()):
                     what = f"which of {len(samples):,} ssm-{index} matches"
+                    model.model.to(run.accelerator.device)
                     ranks = greedy_ranks(model, samples, draft_vocab, what, run.at_once)
+                    model.model.cpu()
                     kept = unmatched(ranks, samples, boost.unit, boost.tokens)
                     remaining[labels] &= kept[samples.supervised]
                 left[str(place)] = torch.from_numpy(remaining)
@@ -140,10 +140,11 @@ def rows_of_round(
         remaining = marks[str(place)].numpy()
         kept, taken = subset(part.samples, remaining), subset(part.samples, labels & ~remaining)
         prompts += len(kept)
-        for samples, share in ((kept, 1.0 - boost.marked_share), (taken, boost.marked_share)):
-            if len(samples) and share:
-                found.append(Rows(samples, run.recipe.data.max_length, share=run.recipe.data.packing))
-                shares.append(weight * share)
+        parts = [(kept, 1.0 - boost.marked_share), (taken, boost.marked_share)]
+        parts = [(samples, share) for samples, share in parts if len(samples) and share]
+        for samples, share in parts:
+            found.append(Rows(samples, run.recipe.data.max_length, share=run.recipe.data.packing))
+            shares.append(weight * share / sum(each for _, each in parts))  # a source keeps its weight
     return found, shares, prompts
 
 

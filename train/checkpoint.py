@@ -179,7 +179,8 @@ def _optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> d
     """``{"parameter|field": tensor}`` of an optimizer whose state is tensors per parameter."""
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     return {
-        f"{names[p]}|{field}": torch.as_tensor(value).detach().cpu().contiguous()  # bitsandbytes counts steps as int
+        # bitsandbytes counts steps as int, and all its parameters share one qmap, which safetensors refuses.
+        f"{names[p]}|{field}": torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
         for p, fields in optimizer.state.items()
         for field, value in fields.items()
     }

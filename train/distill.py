@@ -172,7 +172,8 @@ def decides_of(recipe: DistillRecipe, model: ModelFolder | None) -> dict[str, An
         assert recipe.endpoint is not None
         return {**fields, "endpoint.model": recipe.endpoint.model}
     assert recipe.target is not None and model is not None
-    fields |= {f"target.{name}": value for name, value in recipe.target.model_dump(mode="json").items()}
+    # Not its name: the same weights may be in another folder.
+    fields |= {f"target.{name}": getattr(recipe.target, name) for name in ("dtype", "quantize", "trust_remote_code")}
     fields["target.fingerprint"] = fingerprint(model.path)
     fields |= {"data.template": read_template(recipe.data.template), "engine.max_length": recipe.engine.max_length}
     return fields

@@ -108,6 +108,7 @@ class Plan:
     packed, autocast, target_bytes: of :class:`Micro`.
     projected: how many of the frozen parameters heads multiply with once more (a shared projection), in all.
     passes: through what is frozen: forward (not with kept hidden states), teacher, backward to adapters.
+    every_row: an epoch is the samples of all sources; else they are made into others, or a stage has a part of them.
     copied: how many frozen parameters are held twice (the LM head's rows of a draft vocabulary).
     unrolled: passes through what trains, for each token of a row.
     attended: width of the queries of what trains, times its passes, for products with all keys of a row.
@@ -136,6 +137,7 @@ class Plan:
     logits: int = 0
     features: int = 0
     blocks: bool = False
+    every_row: bool = True
 
     @classmethod
     def of(cls, recipe: DrafterRecipe, stage: Stage, shape: TargetShape, trained: int, **costs: Any) -> "Plan":
@@ -331,7 +333,7 @@ def show(
     rate = None if asked else matmul_rate(accelerator.device, torch.bfloat16 if half else torch.float32)
     for table in tables(stages, machine, rate):
         console.print(table)
-    for stage in recipe.stages:
+    for stage in recipe.stages if stages[0].every_row else ():
         if rows_there and stage.steps is not None:
             epochs = stage.samples / rows_there
             console.print(f"{stage.name}: {stage.samples:,} rows in all are {epochs:,.1f} epochs of {rows_there:,}")

@@ -32,10 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftsmith.data.packing import Rows
-from draftsmith.inference.drafters.dynaspec import PART
+from draftsmith.inference.drafters.dynaspec import PART, check_eagle
 from draftsmith.inference.measure.rollouts import BEST, Drafts, Recorded, kept, record
 from draftsmith.inference.measure.tree_statistics import selection_tree, simulate
 from draftsmith.inference.verify.tree import Topology
+from draftsmith.models.files.drafters import drafter_config, is_published
+from draftsmith.models.files.locate import ModelFolder, known_folder
 from draftsmith.models.options import ShortlistSchedule
 from draftsmith.models.shortlist import DEPTHS, ShortlistHead
 from draftsmith.models.target import Target
@@ -173,11 +175,15 @@ def train(run: Run[DynaspecRecipe]) -> None:
 
 
 def plans(recipe: DynaspecRecipe) -> list[Plan]:
-    """What each stage costs; the rollouts come before."""
+    """What each stage costs; the rollouts come before. The target is held, not run.
+    Raises FileNotFoundError, ValueError: the base is a folder here, and no drafter that takes shortlists."""
     d, shape = recipe.drafter, target_shape(recipe.target)
+    folder = known_folder(d.base) if d.base else None
+    if folder and not is_published(base := ModelFolder(str(d.base), folder)):
+        check_eagle(folder, drafter_config(base))
     width = 2 * shape.hidden_size + DEPTHS + d.num_clusters
     trained = d.router_width * width + d.num_clusters if d.shortlist == "dynaspec" else 0
-    plans = [Plan.of(recipe, s, shape, trained, passes=0) for s in recipe.stages]  # the target is held, not run
+    plans = [Plan.of(recipe, s, shape, trained, passes=0, every_row=False) for s in recipe.stages]
     return [replace(plan, length=BLOCK * DEPTHS) for plan in plans]
 
 

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from draftsmith.common.command import counted
+from draftsmith.common.command import available_memory, counted
 from draftsmith.common.files import replacing, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
@@ -180,5 +179,5 @@ def _compare(kept: Tensor, made: Tensor, width: int, where: str) -> None:
 
 def _free(stored: Path | None) -> int:
     if stored is None:
-        return psutil.virtual_memory().available
+        return available_memory()
     return shutil.disk_usage(next(folder for folder in stored.parents if folder.exists())).free

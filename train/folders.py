@@ -171,13 +171,13 @@ def begin(folder: Path, resume: bool, restart: bool, main: bool = True) -> bool:
 
 
 def check_unchanged(recipe: Recipe) -> None:
-    """Refuse to go on with another drafter, or on other data, than the run in the folder began with."""
+    """Refuse to go on with another drafter or model, or on other data, than the run in the folder began with."""
     file = recipe.run.folder / "recipe.yaml"
     try:
         began = yaml.safe_load(read_text(file, "recipe")) if file.exists() else None
     except yaml.YAMLError as error:
         raise ValueError(f"{file}: damaged ({first_line(error)}); --restart begins anew") from None
-    for name in ("data", "drafter"):
+    for name in ("data", "drafter", "model", "lookahead", "boost"):
         if not isinstance(began, dict) or name not in began or not hasattr(recipe, name):
             continue
         for field, *values in _changed(began[name], getattr(recipe, name), name):

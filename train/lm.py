@@ -36,11 +36,11 @@ from draftsmith.train.lm_model import check_beginning, config_of, load_weights, 
 from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import HEAD_DECAY, labels_of, linear_cross_entropy, shifted_labels
 from draftsmith.train.memory import language_model, widths
-from draftsmith.train.run import Run
+from draftsmith.train.run import Run, digest_of
 from draftsmith.train.samples import Batch, Stored, in_turn
 from draftsmith.train.script import Script, run_script
 from draftsmith.train.sections.lm import LmRecipe, Lookahead
-from draftsmith.train.unlikelihood import continuations
+from draftsmith.train.unlikelihood import asked_prompts, continuations
 
 
 class LanguageModel(nn.Module):
@@ -169,8 +169,12 @@ def train(run: Run[LmRecipe]) -> None:
     validation = validation[: recipe.evaluate.sequences]
     run.held_out = {"tokens": validation, "supervised": torch.ones_like(validation, dtype=torch.bool)}
     measure = partial(evaluate, run)
-    # All stages now: too little text for the last one's rows should not be found out after the first ones.
+    # All stages now: too little text for the last one should not be found out after the first ones.
+    for number, stage in enumerate(recipe.stages):
+        if stage.unlikelihood:
+            asked_prompts(stage.unlikelihood, tokenizer, recipe.run.seed + number)
     rows = [[Stored(tokens=t) for t in packed(recipe.data.train, corpora, stage.max_length)] for stage in recipe.stages]
+    run.depends_on["training rows"] = digest_of(part.tensors["tokens"] for parts in rows for part in parts).hex()
     for stage, parts in zip(recipe.stages, rows, strict=True):
         written = continuations(run, stage.name, stage.unlikelihood, model, tokenizer)
         module.unlikelihood = stage.unlikelihood.weight if stage.unlikelihood else 1.0
@@ -210,9 +214,14 @@ def plans(recipe: LmRecipe) -> list[Plan]:
     parameters, config = parameters_of(recipe.model), config_of(recipe.model, 0)
     losses = 1 + (recipe.lookahead.num_heads if recipe.lookahead else 0)
     layers, (_, queries, *_) = config.num_hidden_layers, widths(config)
-    costs: dict[str, Any] = {"kept": lambda micro: language_model(config, micro, losses, True)}
+    recomputed = recipe.precision.gradient_checkpointing
+    costs: dict[str, Any] = {"kept": lambda micro: language_model(config, micro, losses, True, None, recomputed)}
     costs["attended"] = 1.5 * layers * queries
-    costs |= {"autocast": recipe.precision.autocast == "bfloat16", "logits": losses * recipe.model.vocab_size}
+    costs |= {
+        "autocast": recipe.precision.autocast == "bfloat16",
+        "logits": losses * recipe.model.vocab_size,
+        "every_row": False,
+    }
     return [Plan(s, s.max_length, parameters, **costs) for s in recipe.stages]
 
 

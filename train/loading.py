@@ -95,6 +95,10 @@ def loading(
             # An exception's frames would keep it, and with it the workers. Of one that dies now, torch raises here.
             with contextlib.suppress(RuntimeError):
                 loaded._shutdown_workers()
+            for worker in loaded._workers:
+                if worker.is_alive():  # it waits for a server or a disk, and does not end by the signals it ignores
+                    worker.kill()
+                    worker.join(5)
 
 
 def _workers(batches: MicroBatches, numbers: range, ahead: int, device: torch.device) -> int:

@@ -208,14 +208,18 @@ def medusa(config: MedusaConfig, target: Any, micro: Micro, given: bool) -> Kept
     return Kept(max(kept, n * micro.target * d + run), heads=config.num_draft_heads * SINGLE * own)
 
 
-def language_model(config: Any, micro: Micro, losses: int, trains_head: bool, outputs: int | None = None) -> Kept:
-    """A Llama that trains, with ``losses`` on its hidden states by an LM head of ``outputs`` rows."""
+def language_model(
+    config: Any, micro: Micro, losses: int, trains_head: bool, outputs: int | None = None, recomputed: bool = False
+) -> Kept:
+    """A Llama that trains, with ``losses`` on its hidden states by an LM head of ``outputs`` rows.
+    ``recomputed``: of each layer its input is kept alone (gradient checkpointing), of one all."""
     shape, narrow = widths(config), micro.product < SINGLE
     d, outputs = shape[0], outputs or int(config.vocab_size)
-    kept = config.num_hidden_layers * layer(micro, shape, d, 2)  # transformers' norms are not fused
+    layers, whole = int(config.num_hidden_layers), layer(micro, shape, d, 2)  # transformers' norms are not fused
+    kept = layers * SINGLE * d + whole if recomputed else layers * whole
     kept += SINGLE * d * 4 + losses * d * (micro.product + SINGLE)  # embeddings, the last norm, what the losses read
     chunks = micro.logits(outputs) * (SINGLE + (micro.product if narrow else 0))
-    chunks += micro.product * config.num_hidden_layers * layer_weights(shape, d) if narrow else 0
+    chunks += micro.product * layers * layer_weights(shape, d) if narrow else 0
     masks = micro.masks * (1 + micro.product)
     heads = losses * SINGLE * int(config.vocab_size) * d if trains_head else 0
     return Kept(micro.tokens * kept + chunks + masks, heads=heads)

@@ -181,6 +181,7 @@ def answered(
     assert ask is not None and target.tokenizer is not None
     request: dict[str, Any] = {"target": target.fingerprint, "seed": seed}
     request |= {"source": source.model_dump(exclude={"weight"})}
+    request |= {"quantized": True} if target.quantized else {}
     own = target.tokenizer.chat_template
     target.tokenizer.chat_template = template or own
     if template and target.template_end:

@@ -31,7 +31,7 @@ from transformers import AutoConfig, PreTrainedModel
 from draftsmith.models.pretrained import from_pretrained, quantization_of, without_weights
 from draftsmith.models.target import Loader
 
-_LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")
+_LAUNCHED = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 _engines: list[Any] = []  # DeepSpeed's: at their end they would take their hooks off the target
 
 
@@ -87,7 +87,7 @@ def spreads() -> bool:
 
 @contextmanager
 def hidden_from_accelerate() -> Iterator[None]:
-    """Inside, accelerate takes a launch that spreads the target for plain data parallelism."""
+    """Inside, accelerate takes a launch that spreads the target for plain data parallelism, and divides no loss."""
     kept = {name: os.environ.pop(name) for name in _LAUNCHED if spreads() and name in os.environ}
     try:
         yield

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.common.files import read_json, write_json
@@ -69,6 +70,11 @@ def load_base(run: Run[Any], target: Target) -> Drafts:
         facts = (read_json(file) if file.exists() else {}) | {"base": d.base}
         shape = {n: v for n, v in config.items() if n not in ("draftsmith_version", "drafter_type", "target", "parts")}
         kept_weights = in_dtype(weights, run.recipe.export.dtype)
+        if run.resume and (part / "model.safetensors").exists():
+            before = load_file(part / "model.safetensors")
+            same = (name in before and before[name].equal(weight.cpu()) for name, weight in kept_weights.items())
+            if len(before) != len(kept_weights) or not all(same):
+                raise ValueError(f"--resume: drafter.base={d.base} has other weights now; restore them, or --restart")
         write_drafter(part, config["drafter_type"], shape, kept_weights, target, facts, None)
     run.accelerator.wait_for_everyone()
     return open_eagle_drafts(folder, config, weights, target)

@@ -51,7 +51,7 @@ from draftsmith.train.boosting import rows_of_round
 from draftsmith.train.launch import console
 from draftsmith.train.loop import checkpoint_activations, fit
 from draftsmith.train.losses import in_chunks, labels_of, linear_cross_entropy, shifted_labels
-from draftsmith.train.run import Run
+from draftsmith.train.run import Run, digest_of
 from draftsmith.train.samples import Batch
 from draftsmith.train.script import Script, run_script
 from draftsmith.train.sections.ssm import DEPTH, SsmRecipe
@@ -180,6 +180,8 @@ def train(run: Run[SsmRecipe]) -> None:
     size = draft_vocabulary.size_of(run, d.draft_vocab_size, target.vocab_size)
     base = make_base(d, target)
     run.check_room(sum(p.numel() for p in base.parameters()))
+    run.depends_on["drafter.base"] = digest_of(base.parameters()).hex()
+    base = base.cpu()  # and so are SSMs whose rounds are over: a device holds one at a time
     rows = [part for part in run.read_rows(target, DEPTH) if isinstance(part, Rows)]
     ids = None
     if size is not None:
@@ -194,7 +196,7 @@ def train(run: Run[SsmRecipe]) -> None:
             break
         if not chosen:
             raise ValueError(f"stage '{stage.name}': no prompt is left to train on; use more data")
-        ssm = Target(copy.deepcopy(base), target.tokenizer, part_name(number), "")
+        ssm = Target(copy.deepcopy(base).to(target.device), target.tokenizer, part_name(number), "")
         if recipe.precision.gradient_checkpointing:
             checkpoint_activations(ssm.model)
         module = Ssm(ssm, target, ids, d.loss, frozen=d.layers is not None)
@@ -204,6 +206,7 @@ def train(run: Run[SsmRecipe]) -> None:
         prompts.append(left)
         with run.evaluating(module):
             ranks.append(run.held_out_ranks(partial(next_token_ranks, ssm, draft_vocab=ids)))
+        ssm.model.cpu()
     export(run, target, ssms, ranks, ids, facts | {"prompts": prompts})
 
 

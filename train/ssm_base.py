@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.common.sections import TargetSection
 from draftsmith.inference.drafters.draft_model import check_vocabulary
+from draftsmith.models.sizes import BYTES
 from draftsmith.models.ssm import config_of_layers, model_of_layers, size_of_layers
 from draftsmith.models.target import Target, load_target
 from draftsmith.train import sharded
@@ -35,7 +36,8 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
     costs: dict[str, Any] = {"passes": 0 if d.loss == "ce" else 1, "logits": size}  # passes through the target
     if d.layers:
         config = config_of_layers(shape.config, d.layers)
-        trained, costs["copied"] = size_of_layers(shape.config, d.layers)
+        trained, ends = size_of_layers(shape.config, d.layers)
+        costs["copied"] = round(ends * SINGLE / BYTES[recipe.target.dtype])  # in float32
         costs["projected"] = shape.hidden_size * size
     else:
         try:
@@ -45,7 +47,8 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
         config, trained = base.config, base.parameters
 
     def kept(micro: Micro) -> Kept:
-        found = language_model(config, micro, 1, not d.layers, size)
+        recomputed = recipe.precision.gradient_checkpointing
+        found = language_model(config, micro, 1, not d.layers, size, recomputed)
         if d.loss == "ce":
             return found
         # Of both distributions, logits and logarithms are there at a time.
@@ -53,4 +56,5 @@ def plans(recipe: SsmRecipe) -> list[Plan]:
         return replace(found, activations=max(both, target_pass(shape.config, micro)))
 
     costs |= {"kept": kept, "attended": 1.5 * config.num_hidden_layers * widths(config)[1]}
+    costs["every_row"] = recipe.boost.ensemble == "seeds" or recipe.boost.mark == "train"
     return [Plan.of(recipe, s, shape, trained, **costs) for s in recipe.stages]

@@ -14,7 +14,7 @@ from draftsmith.common.command import counted
 from draftsmith.common.files import object_or_empty, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data import sources
-from draftsmith.data.prompts import prompts
+from draftsmith.data.prompts import Prompt, prompts
 from draftsmith.inference.engine.answers import answer
 from draftsmith.models.target import Target
 from draftsmith.train import checkpoint
@@ -44,14 +44,20 @@ def repeated(tokens: Tensor, supervised: Tensor, n: int) -> Tensor:
     return again
 
 
+def asked_prompts(ask: Unlikelihood, tokenizer: PreTrainedTokenizerFast, seed: int) -> list[Prompt]:
+    """The beginnings of texts that are continued. Raises ValueError: the source has too few."""
+    source, wanted = ask.source, ask.source.answers
+    assert wanted is not None
+    split = cast(sources.Split, source.split)
+    return prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
+
+
 def write_continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, ask: Unlikelihood, seed: int
 ) -> Batch:
     """Greedy continuations by the model as it is: ``written [S, T]`` and ``again [S, T]`` of :func:`repeated`."""
-    source, wanted = ask.source, ask.source.answers
+    source, wanted, found = ask.source, ask.source.answers, asked_prompts(ask, tokenizer, seed)
     assert wanted is not None
-    split = cast(sources.Split, source.split)
-    found = prompts(source.source, split, wanted.prompts, wanted.prompt_tokens, tokenizer, seed)
     target = Target(copy.deepcopy(model).eval(), tokenizer, "the model in training", "")
     with ProgressBar(
         f"the model continues {counted(len(found), 'prompt')} from {source.source}", len(found), console

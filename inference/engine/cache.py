@@ -5,11 +5,11 @@ Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens,
 
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.common.command import available_memory
 from draftsmith.kernels.commit import commit
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
@@ -18,7 +18,7 @@ from draftsmith.models.target import Target
 def free_bytes(device: torch.device) -> int:
     """Memory that is left on a device."""
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        return available_memory()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

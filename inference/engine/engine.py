@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.common.command import counted
+from draftsmith.inference.engine.cache import KVCache
 from draftsmith.inference.engine.logprobs import LogprobsMode
 from draftsmith.inference.engine.protocol import Drafter, PlainDrafter
 from draftsmith.inference.engine.queue import Queue, Text
@@ -218,10 +219,15 @@ class SpeculativeDecoder:
         return queue.results
 
     def free(self) -> None:
-        """Free the memory that a call has left for the next one: the cache, and captured graphs."""
+        """Free the memory that a call has left for the next one: caches, the drafter's too, and captured graphs."""
         if self._step is not None:
+            drafter, owned = self.drafter, self._step.owns_drafter
             self._step = None
             gc.collect()  # a cache and its layers refer to each other
+            if owned:
+                with torch.inference_mode():
+                    drafter.allocate(KVCache(self.target, 1, capacity_for(1, drafter)), drafter.max_depth, False)
+                gc.collect()
 
     def _make_step(self, mode: Mode, rows: int, capacity: int, most: int) -> Step:
         """The previous call's step if it can be reused, also one with more rows, up to ``most``; else a new one."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
@@ -178,7 +179,8 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
         stops = sorted(target.stop_ids) or None
         model: Any = target.model  # its type stubs make generate a tensor
-        config = model.generation_config
+        config, verbosity = model.generation_config, logging.get_verbosity()
+        logging.set_verbosity_error()  # assisted generation warns of how it calls itself
         target.model.generation_config = GenerationConfig()  # one that is passed to generate inherits from the model's
         try:
             ends: dict[str, Any] = {"max_new_tokens": limit, "eos_token_id": stops, "pad_token_id": pad}
@@ -186,6 +188,7 @@ def transformers_method(target: Target, max_new_tokens: int, batch_size: int = 1
                 out = model.generate(ids, attention_mask=mask, **{"do_sample": False, **options}, **ends)
         finally:
             target.model.generation_config = config
+            logging.set_verbosity(verbosity)
         outputs: list[list[int]] = []
         for prompt, row in zip(prompts, out[:, longest:].tolist(), strict=True):
             row = row[: target.context - len(prompt)]

@@ -167,14 +167,12 @@ class DraftHead:
     def best(self, out: Tensor, count: int, depth: int | Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """The log of the (under ``noise``, estimated) acceptance probabilities of the ``count`` best tokens after nodes
         of a depth, best first, and these tokens of the target: ``[B, n, k]`` each. Where a kernel knows the LM head, no
-        logits are written."""
-        if noise is not None:
-            scores, tokens = self.logits(out)
-            return noise.draft(scores, depth, count, tokens)
-        if count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
+        logits are written. None is NaN, which budgets would sort before the root, and keep in their means."""
+        if noise is None and count <= MAX_COUNT and (found := self._by_kernel(out, count)) is not None:
             return found
         scores, tokens = self.logits(out)
-        return best_tokens(scores, count, True, tokens)
+        draft = best_tokens(scores, count, True, tokens) if noise is None else noise.draft(scores, depth, count, tokens)
+        return draft[0].nan_to_num(nan=-torch.inf), draft[1]
 
     def _by_kernel(self, out: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
         if self.topk is not None:
@@ -307,8 +305,6 @@ class Levels:
                 acceptance = self.ones
                 if with_acceptance:
                     acceptance = above * (log_q.exp() if self.by_rank is None else self.by_rank[: choice.k])
-                    if not self.static:  # a budget sorts NaN before the root, and keeps it in its means
-                        acceptance = acceptance.nan_to_num(nan=0.0)
             else:
                 choice = self.drawn[depth]
                 k = choice.k

@@ -68,7 +68,7 @@ def write_imported(
     facts = provenance(
         imported_from=name if is_hub_id(name) else folder.resolve().name,
         revision=revision,
-        licence=stated_licence(name),
+        licence=stated_licence(name, revision),
         notes="; ".join(imported.notes),
         command=command,
     )

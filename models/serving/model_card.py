@@ -37,7 +37,8 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         method = "eagle3" if version == 3 else "eagle"
         parallel = {"parallel_drafting": True} if source.drafter.config.parallel else {}
     options = json.dumps({"method": method, "model": "DRAFTER", "num_speculative_tokens": tokens} | parallel)
-    vllm = f"vllm serve {target} --speculative-config '{options}'"
+    at = f" --revision {source.revision}" if source.revision and target == source.target_name else ""
+    vllm = f"vllm serve {target}{at} --speculative-config '{options}'"
     if isinstance(source.drafter, MedusaHeads):
         if to == "vllm":
             return "vLLM up to 0.32", method, vllm
@@ -48,13 +49,13 @@ def _commands(source: ExportSource, to: str, target: str, tokens: int) -> tuple[
         return "vLLM and the package speculators", method, "vllm serve DRAFTER"
     if isinstance(source.drafter, DFlash):
         slots = source.drafter.config.block_size
-        vllm += f"\npython -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\\n"
+        vllm += f"\npython -m sglang.launch_server --model-path {target}{at} --speculative-algorithm DFLASH \\\n"
         vllm += f"    --speculative-draft-model-path DRAFTER --speculative-num-draft-tokens {slots}"
         if source.drafter.draft_vocab is not None and source.has_draft_vocab(to):
             return "vLLM and SGLang", method, vllm
         # llama.cpp's converter knows no draft vocabulary.
         stored = "target" if is_hub_id(target) else target  # the converter reads folders
-        vllm += f"\nhf download {target} --local-dir target" if stored != target else ""
+        vllm += f"\nhf download {target}{at} --local-dir target" if stored != target else ""
         vllm += f"\npython convert_hf_to_gguf.py DRAFTER --target-model-dir {stored} --outfile drafter.gguf"
         vllm += f"\npython convert_hf_to_gguf.py {stored} --outfile target.gguf"
         vllm += (
@@ -76,7 +77,7 @@ print(pipeline.generate("What is a prime number?", max_new_tokens=100, num_assis
 
     def sglang(steps: int, top_k: int, nodes: int) -> str:
         return f"""
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE{"3" if version == 3 else ""} \\
+python -m sglang.launch_server --model-path {target}{at} --speculative-algorithm EAGLE{"3" if version == 3 else ""} \\
     --speculative-draft-model-path DRAFTER --speculative-num-steps {steps} --speculative-eagle-topk {top_k} \\
     --speculative-num-draft-tokens {nodes}"""
 
@@ -97,7 +98,8 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm EAG
 def model_card(source: ExportSource, name: str, to: str, served_target: str | None, tokens: int) -> str:
     """The model card, with the commands that serve the drafter."""
     trained = source.folder / "provenance.json"
-    whose = named(source.target_name, source.fingerprint, source.target_config.model_type, served_target)
+    family = source.target_config.model_type
+    whose = named(source.target_name, source.fingerprint, family, served_target, source.revision)
     facts = json_object(trained) if trained.exists() else {}
     licence = facts.get("licence")
     server, method, commands = _commands(source, to, whose.argument, tokens)

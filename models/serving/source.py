@@ -29,7 +29,7 @@ class ExportSource:
     """What is exported.
 
     drafter: in float32. weights: as stored. target_config: of ``transformers``. target: None where its weights are not
-    needed. folder: the drafter's. fingerprint: of its target.
+    needed. folder: the drafter's. fingerprint: of its target. revision: by which that was found at the Hub.
     """
 
     drafter: Eagle | MedusaHeads | DFlash
@@ -39,6 +39,7 @@ class ExportSource:
     target: Target | None
     folder: Path
     fingerprint: str
+    revision: str | None = None
 
     def has_draft_vocab(self, to: str) -> bool:
         """Whether a server has a place for a draft vocabulary; all let EAGLE-1 and Medusa heads draft any token."""
@@ -157,14 +158,14 @@ def open_source(
                 found = fingerprint(there)
                 if known_as and not same_target(known_as, found) and known_as != older_fingerprint(there):
                     raise ValueError(f"{other}same shape, {difference(known_as, found)}")
-            return ExportSource(drafter, weights, name, target_config, None, folder, known_as)
+            return ExportSource(drafter, weights, name, target_config, None, folder, known_as, revision)
     target = load_stored(name, revision, trust_remote_code, dtype)
     check_target(folder, config, target)
     if described.get("adapter") and not target.is_known_as(merged):
         raise ValueError(f"{folder}: it was trained with an adapter, and --target {name} is the target without it")
     biased = getattr(target.lm_head, "bias", None) is not None
     written = config["projection"] == "shared" if isinstance(drafter, Eagle) and drafter.config.version == 3 else False
-    source = ExportSource(drafter, weights, name, target.model.config, target, folder, known_as)
+    source = ExportSource(drafter, weights, name, target.model.config, target, folder, known_as, revision)
     rows = drafter.draft_vocab is not None and source.has_draft_vocab(to)
     if biased and (written or (isinstance(drafter, DFlash) and (rows or to == "speculators"))):
         raise ValueError(f"{folder}: the LM head of target '{name}' has a bias, for which {to} has no place")

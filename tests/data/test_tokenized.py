@@ -227,6 +227,7 @@ def test_templates(tmp_path):
         ({"source": "stdlib", "limit": 9, "answers": {"prompts": 3}}, "drop 'form' and 'limit', or 'answers'"),
         ({"source": "a.jsonl", "files": "a.jsonl"}, "'files' is for a Hub data set"),
         ({"source": "stdlib", "files": "a.jsonl"}, "'files' is for a Hub data set"),
+        ({"source": "a.jsonl", "subset": "main"}, "'subset' is for a Hub data set"),
         ({"source": "a.jsonl", "split": "validation"}, r"split 'validation': a file's rows are train, or a part"),
         ({"source": "a.jsonl", "split": "train[:9]+train[10:]"}, "a file's rows are train, or a part of them"),
         ({"source": "a.jsonl", "split": "train[:9]", "streaming": True}, r"a stream has no part 'train\[:9\]'"),

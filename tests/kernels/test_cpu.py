@@ -173,10 +173,20 @@ def test_a_compiler_of_several_words(monkeypatch):
     """Such as ``ccache g++``."""
     asked = []
     monkeypatch.setenv("CXX", "ccache g++")
-    monkeypatch.setattr(cpu, "_build", lambda command: asked.append(command[:2]) or 1 / 0)
+    monkeypatch.setattr(cpu, "_build", lambda command, folder: asked.append(command[:2]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cpu.library.__wrapped__()
     assert asked == [["ccache", "g++"]]
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path):
+    """The library is then made for this process alone."""
+    (tmp_path / "file").write_text("")
+    code = "import torch; from draftsmith.kernels import cpu; assert cpu.runs(torch.ones(2, 3))\n"
+    code += "assert torch.equal(cpu.product(torch.ones(1, 3), torch.ones(2, 3)), torch.full((1, 2), 3.0))"
+    environment = {**os.environ, "DRAFTSMITH_CACHE": str(tmp_path / "file/below")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("why", ["no compiler", "it fails", "switched off"])

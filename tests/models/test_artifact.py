@@ -393,17 +393,22 @@ def test_facts_are_shown_as_people_write_them(drafter):
 
 
 def test_a_licence_is_what_the_targets_card_states(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / "cached" / file))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache",
+        lambda name, file, revision: str(tmp_path / f"cached{revision or ''}" / file),
+    )
     for place, text, licence in (
         (tmp_path / "mine", "---\nlanguage: en\nlicense: llama3\n---\n# Mine\nlicense: other\n", "llama3"),
         (tmp_path / "cached", "---\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        (tmp_path / "cachedv2", "---\nlicense: mit\n---\n", "mit"),
         (tmp_path / "none", "# Mine\n---\nlicense: mit\n---\n", None),
         (tmp_path / "list", "---\nlicense: [mit, x]\n---\n", None),
         (tmp_path / "damaged", "---\n{\n---\n", None),
     ):
         place.mkdir()
         (place / "README.md").write_text(text)
-        assert named("org/model" if place.name == "cached" else str(place), "", "llama").licence == licence
+        name, revision = ("org/model" if "cached" in place.name else str(place)), place.name.removeprefix("cached")
+        assert named(name, "", "llama", revision=revision if revision == "v2" else None).licence == licence
 
 
 def test_a_drafter_brings_the_template_it_was_trained_with(tiny_lm, tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from made import write_eagle, write_heads
 
 from draftsmith.benchmarks import cards
 from draftsmith.models.serving import to_servers
+from draftsmith.models.serving.model_card import model_card
 from draftsmith.models.serving.source import open_source
 from draftsmith.models.target import load_target
 
@@ -15,17 +17,23 @@ TARGET = "models/tiny-lm"
 
 
 @pytest.fixture(scope="module")
-def card(tmp_path_factory):
-    """``card(kind, format)`` → the card of a random drafter; an EAGLE drafter has a calibrated dynamic tree."""
+def drafters(tmp_path_factory):
+    """A folder of random drafters; an EAGLE drafter has a calibrated dynamic tree."""
     folder, target = tmp_path_factory.mktemp("drafters"), load_target(TARGET)
     write_eagle(folder / "eagle", target)
     write_heads(folder / "heads", target, "own")
     dynamic = {"top_k": 2, "depth": 3, "nodes": 8}
     (folder / "eagle/tree.json").write_text(json.dumps({"paths": [[0]], "dynamic": dynamic}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def card(drafters):
+    """``card(kind, format)`` → the card of an exported drafter."""
 
     def make(kind, to):
-        to_servers.export(open_source(str(folder / kind), to), to, folder / to, "org/target")
-        return (folder / to / "README.md").read_text()
+        to_servers.export(open_source(str(drafters / kind), to), to, drafters / to, "org/target")
+        return (drafters / to / "README.md").read_text()
 
     return make
 
@@ -48,6 +56,15 @@ def test_every_command_is_taken_out_whole(card, kind, to, wanted):
     found = cards.commands_of(card(kind, to))
     assert len(found) == len(wanted) and all(map(str.startswith, found, wanted)), found
     assert not any(line.startswith("#") for command in found for line in command.splitlines())
+
+
+@pytest.mark.parametrize("served", ["org/target", "org/other"])
+def test_commands_name_the_targets_revision(drafters, served):
+    """That of the target which the drafter was trained for; another name may have none such."""
+    source = replace(open_source(str(drafters / "eagle"), "vllm"), target_name="org/target", revision="v1.5")
+    commands = cards.commands_of(model_card(source, "mine", "vllm", served, 3))
+    wanted = served == "org/target"
+    assert len(commands) == 3 and all((f"{served} --revision v1.5 " in each) == wanted for each in commands)
 
 
 def test_a_block_that_does_not_end():

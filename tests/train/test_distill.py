@@ -700,6 +700,11 @@ def test_another_recipe_is_refused(run):
     asks = run.refused("whole", "data.seeds.0.limit=3", "decoding.logprobs=0")
     assert lines_of(folder) == before and "(decoding.logprobs: null → 0)" in asks
     run("whole", "data.seeds.0.limit=3", "engine.batch_size=2")  # which is only how fast
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["decides"] |= {"target.name": "elsewhere", "target.attention": "flex_attention"}  # as earlier versions wrote them
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    run("whole", "data.seeds.0.limit=3", "target.attention=sdpa")
+    assert lines_of(folder) == before, "the same weights"
     run("whole", "decoding.max_new_tokens=3", "--restart")
     assert len(lines_of(folder)) == 20 and (folder / "mine.txt").exists()
     assert "exclude each other" in run.refused("whole", "--restart", "--resume")
@@ -758,6 +763,19 @@ def test_an_empty_answer_is_none(run, monkeypatch):
     monkeypatch.setattr(backends, "answer_text", lambda *_: next(texts))
     counts = counts_of(run("whole", "data.seeds.0.limit=4"))
     assert (counts["done"], counts["failed"]) == (2, {"empty answer": 2})
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_an_answer_that_ends_inside_its_thinking(run, monkeypatch, opened):
+    """It is none, whether the answer or the prompt begins the thinking; one that ended its thinking is cut as any."""
+    texts = iter(["<think> a", "<think> a </think> b", *["x"] * 99])
+    monkeypatch.setattr(backends, "answer_text", lambda *_: next(texts).removeprefix("" if opened else "<think>"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}" + "<think>" * (not opened)
+    options = ["data.seeds.0.limit=3", "decoding.max_new_tokens=2", f"data.template={json.dumps(template)}"]
+    counts = counts_of(run("whole", *options))
+    wanted = 1 if opened else 2  # of an opened one, "x" is thinking too
+    assert counts["failed"] == {"cut while thinking": wanted} and counts["done"] == 3 - wanted
+    assert "a larger decoding.max_new_tokens" in run.out
 
 
 def silent(messages):

@@ -15,7 +15,7 @@ from draftsmith.common.files import read_json
 from draftsmith.common.recipe import read_recipe
 from draftsmith.common.sections import Stage, TargetSection
 from draftsmith.tools import schema
-from draftsmith.train import dry_run, eagle, launch, lm, medusa, ssm
+from draftsmith.train import dry_run, dynaspec, eagle, launch, lm, medusa, ssm
 from draftsmith.train.loop import micro_batch
 from draftsmith.train.machine import Machine
 from draftsmith.train.memory import Kept, widths
@@ -58,6 +58,8 @@ def test_what_is_not_its_own_is_left_alone(run_main, tmp_path):
         (eagle.main, "tiny-eagle3", "drafter.captured_layers=[2,99,3]", "the target has layers 0 to 11"),
         (medusa.main, "tiny-medusa", "init_from=models/smollm2-eagle3", "its drafter_type is 'eagle', not 'medusa'"),
         (medusa.main, "tiny-medusa", "target.name=models/smollm2-medusa", "this is a drafter, not a target"),
+        (dynaspec.main, "tiny-dynaspec", "drafter.base=models/smollm2-medusa", "of type 'medusa' take no shortlists"),
+        (dynaspec.main, "tiny-dynaspec", "drafter.base=./none", "'./none': there is no such folder"),
     ],
 )
 def test_what_training_would_refuse(run_main, tmp_path, main, name, override, message):
@@ -80,6 +82,8 @@ def test_a_source_is_looked_at(run_main, tmp_path):
     assert code == 0 and err == "target.model_type=qwen3: 'models/tiny-lm' is llama, and taken as that\n"
     assert "chats.jsonl: 40 rows are 39 samples" in out and "1 of 40 rows skipped: 1 × an empty conversation" in out
     assert "312 rows in all are 8.0 epochs of 39" in out, "8 sequences of 39 steps"
+    code, other, _ = run_main(ssm.main, ROOT / "recipes/tiny-ssm.yaml", *options)
+    assert code == 0 and "epochs of 39" not in other, "a round of boosting has a part of the rows"
     assert re.search(r"are reached \(assumptions\): H200 0\.00 h, .*, L4 0\.00 h", " ".join(out.split()))
     (tmp_path / "chats.jsonl").write_text("")
     code, _, err = run_main(medusa.main, ROOT / "recipes/tiny-medusa.yaml", *options, "target.name=nobody/nothing")

@@ -640,6 +640,19 @@ def test_a_killed_run_goes_on_bit_for_bit(whole, iterations, train, work, what, 
     assert work.done["steps"] == (10 if moment == 13 else 20)
 
 
+def test_a_base_that_was_trained_further(recipe, train, work):
+    """Checkpoints of a router are of the base's own clusters."""
+    base = shutil.copytree(recipe.parent / "base", recipe.parent / "further-base")
+    work(train, {"steps": 13}, "further", f"drafter.base={base}")
+    weights = load_file(base / "model.safetensors")
+    save_file({name: weight * 1.5 for name, weight in weights.items()}, base / "model.safetensors")
+    for _ in range(2):
+        said = train.refused("further", "--resume", f"drafter.base={base}")
+        assert f"--resume: drafter.base={base} has other weights now; restore them, or --restart" in said
+    save_file(weights, base / "model.safetensors")
+    train("further", "--resume", f"drafter.base={base}")
+
+
 @pytest.mark.whole_runs
 def test_parts_of_another_recipe_are_made_anew(recipe, train, work):
     """Clusters and rollouts of another number, seed or drafter; what does not depend on the change is kept."""

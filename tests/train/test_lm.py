@@ -192,6 +192,16 @@ def test_begin_with_another_model(run_main, trained, tmp_path):
     assert metrics(tmp_path / "x", "repetition_loss")
     said = begin.refused("x", *options, "--resume", "stages.0.steps=4", "stages.0.unlikelihood.ngram=3")
     assert "--resume: stage a continues texts by another 'unlikelihood'; set it back, or --restart" in said
+    said = begin.refused("x", *options, "--resume", "stages.0.steps=4", "model.rope_theta=5000")
+    assert "x: it began with model.rope_theta=100000.0, not 5000.0; set it back, or --restart" in said
+    written["source"]["answers"]["prompts"] = 999_999
+    later = "stages=" + json.dumps([stage, {**stage, "name": "b", "unlikelihood": written}])
+    said = begin.refused("w", *options, later)
+    assert "'stdlib' split 'test' gives only" in said and not (tmp_path / "w/metrics.jsonl").exists(), (
+        "before any stage"
+    )
+    said = begin.refused("z", *options, "stages.0.unlikelihood.source.answers.prompt_tokens=4096")
+    assert "answers.prompt_tokens=4096 leaves no room within model.max_position_embeddings=" in said
     said = begin.refused("y", *options, "model.hidden_size=40")
     assert said.startswith(f"error: init_from={trained}: its shape is not the recipe's model")
     said = begin.refused("z", *options, "stages.0.unlikelihood.source.answers=null")

@@ -116,6 +116,19 @@ def test_a_worker_that_dies_is_one_line(tmp_path):
         fit(with_workers(job(tmp_path), 2), Toy(), stage(steps=2000), killed)
 
 
+def test_a_worker_that_waits_does_not_keep_the_process(monkeypatch):
+    """As one whose server hangs: an error of the main process ends it."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    began = time.monotonic()
+    made = Sampler([rows()], [1.0], 4, ["a"]).stage(80)
+    monkeypatch.setattr(type(made), "__call__", lambda self, numbers: time.sleep(300))
+    waiting = MicroBatches(made, 8, 1, 2, 0)
+    with pytest.raises(ZeroDivisionError), loading(waiting, 3, 10, 1, CPU):
+        time.sleep(0.5)
+        raise ZeroDivisionError
+    assert time.monotonic() - began < 100 and not children()
+
+
 def slowly(numbers):
     time.sleep(0.01)
     return samples(numbers)

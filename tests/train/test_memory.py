@@ -70,10 +70,14 @@ def test_a_targets_pass_takes_what_is_computed(wide, packed):
     assert target_pass(target.config, Micro(4, LENGTH, packed, 4, 4, False)) == pytest.approx(peak, rel=2 * NEAR)
 
 
-def test_a_language_model_takes_what_is_computed():
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_language_model_takes_what_is_computed(recomputed):
     content = ["model.hidden_size=128", "model.num_layers=3", "stages.0.batch.sequences=4", "precision.autocast=none"]
-    recipe = read_recipe("recipes/tiny-lm.yaml", lm.SCRIPT.recipe, [*content, "lookahead=null"])
+    content += ["lookahead=null", f"precision.gradient_checkpointing={recomputed}".lower()]
+    recipe = read_recipe("recipes/tiny-lm.yaml", lm.SCRIPT.recipe, content)
     plan, model = lm.plans(recipe)[0], lm.LlamaForCausalLM(lm.config_of(recipe.model, 0))
+    if recomputed:
+        loop.checkpoint_activations(model.train())
     module = lm.LanguageModel(model)
     micro = plan.micro(Machine("cpu", 1, cuda=False))
     batch = {"tokens": torch.zeros(micro.rows, micro.length, dtype=torch.int32)}

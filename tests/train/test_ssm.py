@@ -258,7 +258,7 @@ def test_seeds_and_weighting_are_other_ensembles(whole, train, monkeypatch):
     monkeypatch.setattr(ssm, "fit", fit)
     found.append(weights_of(train("seeds", "boost.ensemble=seeds")))
     found.append(weights_of(train("weighted", "boost.marked_share=0.25", "data.train.0.weight=2")))
-    assert used == [[1.0]] * 3 + [[1.5]] + [[1.5, 0.5]] * 2, "the source's weight, times the share of what is marked"
+    assert used == [[1.0]] * 3 + [[2.0]] + [[1.5, 0.5]] * 2, "the source's weight, times the share of what is marked"
     assert len(found[1]) == 3 and len(set(found[1].values())) == 3
     assert found[2]["ssm-0"] == found[0]["ssm-0"]  # nothing is marked before the first round
     assert found[2]["ssm-1"] != found[0]["ssm-1"]
@@ -312,9 +312,9 @@ def test_it_decodes_exactly(whole, run_main, tmp_path):
 def test_a_run_goes_on_with_the_marks_that_it_has(train):
     train.killed((ssm.Ssm, "count", 8), "killed")
     said = train.refused("killed", "--resume", "boost.tokens=4")
-    assert "--resume: round 0 trains on what boost.tokens=1 left, and the recipe now has 4; set it back" in said
+    assert "killed: it began with boost.tokens=1, not 4; set it back, or --restart" in said
     file = train.recipe.parent / "killed/marks/0/asked.json"
-    for name, words in (("rows", "round 0 had other training rows"), ("stages", "trains on what stages=9 left")):
+    for name, words in (("rows", "round 0 had other training rows"), ("stages", "round 0 was one of 9 stages")):
         asked = json.loads(file.read_text())
         file.write_text(json.dumps(asked | {name: 9}))
         assert words in train.refused("killed", "--resume")

@@ -110,6 +110,10 @@ class LmRecipe(TrainingRecipe):
         longest = max(self.data.max_length, *(stage.max_length for stage in self.stages))
         if longest > (positions := self.model.max_position_embeddings):
             raise ValueError(f"rows of {longest} tokens, but model.max_position_embeddings is {positions}; raise it")
+        for stage in self.stages:
+            if (asked := stage.unlikelihood and stage.unlikelihood.source.answers) and asked.prompt_tokens >= positions:
+                where = f"stage '{stage.name}': unlikelihood.source.answers.prompt_tokens={asked.prompt_tokens}"
+                raise ValueError(f"{where} leaves no room within model.max_position_embeddings={positions}; lower it")
         for source in self.data.train:
             if source.streaming and source.limit is None:
                 raise ValueError(

@@ -39,6 +39,8 @@ class Ssms(Section):
 class Boost(Section):
     """How the rounds differ."""
 
+    may_change: ClassVar[frozenset[str]] = frozenset({"min_prompts"})
+
     ensemble: Literal["boosted", "seeds"] = Field(
         default="boosted", description="seeds: no boosting; the SSMs differ by the order of their samples alone"
     )

@@ -1,6 +1,7 @@
 """Every drafter through the checks of tests/shared/lossless_suite.py: what is decoded is the target's own text, and in
 multi-step sampling has its distribution. The files beside this one test what each drafter proposes."""
 
+import gc
 from functools import partial as of
 
 import lossless_suite as suite
@@ -18,6 +19,8 @@ from draftsmith.inference.drafters.eagle import EagleDrafter
 from draftsmith.inference.drafters.medusa import MedusaDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.parallel_eagle import ParallelEagleDrafter
+from draftsmith.inference.engine.engine import SpeculativeDecoder
+from draftsmith.inference.engine.step import Step
 from draftsmith.inference.measure.step_costs import StepCosts
 from draftsmith.inference.trees.dynamic import DynamicShape
 from draftsmith.inference.trees.merged import MergedDrafter
@@ -257,3 +260,37 @@ def test_texts_have_the_targets_distribution(make_target, name):
     """In multi-step sampling, of several steps jointly."""
     maker, sampling, static = SAMPLED[name]
     suite.check_sampling(make_target, of(maker, make_target), sampling, static=static, count=4000, rows=4000)
+
+
+# ---- memory
+
+
+def bytes_of_tensors():
+    """Of all that are alive, each storage once."""
+    gc.collect()
+    alive = (each.untyped_storage() for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
+
+
+WITH_CACHES = {
+    "a draft model": of(model), "EAGLE-3": of(eagle), "DFlash": of(block), "a compressed cache": of(compressed),
+    "a draft model and n-grams": merged(of(model), of(ngram)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maker", WITH_CACHES.values(), ids=WITH_CACHES)
+def test_caches_are_freed_before_larger_ones(make_target, maker, monkeypatch):
+    """The drafter's too, by a call with more texts and by free()."""
+    before, make = [], Step.__init__
+    monkeypatch.setattr(
+        Step, "__init__", lambda *a, **options: before.append(bytes_of_tensors()) or make(*a, **options)
+    )
+    target = make_target("llama")
+    decoder = SpeculativeDecoder(target, maker(make_target, target))
+    before.clear()  # drafters that are fitted first
+    for rows in (20, 40):
+        decoder.generate([[5, 7, 11]] * rows, 3)
+    full = bytes_of_tensors()
+    decoder.free()
+    assert len(before) == 2 and full - before[0] > 20 * 256 * target.hidden_size * 4
+    assert max(before[1], bytes_of_tensors()) - before[0] < 0.1 * (full - before[0])

@@ -442,11 +442,13 @@ def test_bounds_that_cannot_be_kept(make_target):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_drafts_that_are_not_finite_change_no_text(make_target, rows):
+@pytest.mark.parametrize("static", [False, True])
+def test_drafts_that_are_not_finite_change_no_text(make_target, rows, static):
     """A draft model may overflow where the target does not; it drafts again once it no longer does."""
     target, rng, spoilt = make_target("llama"), random.Random(1), []
     drafter = draft_model_of(target)
     drafter.costs, logits = StepCosts({1: 1.0, 8: 1.1}), drafter.head.logits
+    drafter.clock = StepClock() if static else None
 
     def sometimes(out):
         scores, ids = logits(out)
@@ -454,7 +456,7 @@ def test_drafts_that_are_not_finite_change_no_text(make_target, rows):
         return scores * (torch.nan if spoilt[-1] else 1), ids
 
     drafter.head = replace(drafter.head, logits=sometimes, module=None)
-    results = SpeculativeDecoder(target, drafter, static=False).generate(PROMPTS, 40, batch_size=rows)
+    results = SpeculativeDecoder(target, drafter, static=static).generate(PROMPTS, 40, batch_size=rows)
     plain = SpeculativeDecoder(target).generate(PROMPTS, 40)
     assert [result.tokens for result in results] == [result.tokens for result in plain]
     assert spoilt[0] and max(max(result.accepted) for result in results) > 1, "its budget recovers"
