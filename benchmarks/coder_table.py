@@ -34,8 +34,11 @@ KEPT = "benchmarks/results/coder"
 PUBLISHED = "benchmarks/results/published.json"
 SETS = {"humaneval": "HumanEval", "mbpp": "MBPP", "gsm8k": "GSM8K", "mt-bench": "MT-Bench"}
 TABLES = ("coder-table", "smollm2-table")
-PEERS = {"transformers": "transformers, generate", "prompt_lookup": "transformers, prompt lookup"}
-PEERS |= {"assisted": "transformers, assisted generation"}
+PEERS = {
+    "transformers": "transformers, generate",
+    "prompt_lookup": "transformers, prompt lookup",
+    "assisted": "transformers, assisted generation",
+}
 FIGURES = ("prompts", "timed_prompts", "mean_accepted_length", "mean_accepted_length_interval", "speedup")
 FIGURES += ("speedup_interval", "tokens_per_second", "baselines")
 FACTS = ("target_fingerprint", "device", "dtype", "mode", "lossy", "sampling", "max_new_tokens", "batch_size")

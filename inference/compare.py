@@ -26,8 +26,12 @@ from draftsmith.common.files import check_file, json_object, write_json
 from draftsmith.inference.commands.terminal import console, make_console
 from draftsmith.inference.measure.paired import MIN_PAIRS, Columns, keys_of, pair_groups, pair_prompts
 
-BASES = {"engine": "× plain", "transformers": "× transformers", "prompt_lookup": "× its prompt lookup"}
-BASES |= {"assisted": "× assisted generation"}
+BASES = {
+    "engine": "× plain",
+    "transformers": "× transformers",
+    "prompt_lookup": "× its prompt lookup",
+    "assisted": "× its assisted generation",
+}
 SAME_TEXTS = ("mode", "verify", "sampling", "max_new_tokens")  # or the answers are others
 SAME_SPEED = ("dtype", "device", "threads", "batch_size")  # or speeds are not the drafters'
 

@@ -23,11 +23,11 @@ PRODUCT = ("common", "data", "inference", "models", "train", "kernels")
 LONGEST_FILE = 500  # but for these:
 LONGER = {"kernels/cpu.cpp", "kernels/tree_attention.py"}
 BARS = {
-    "lines of Python in the product": 42_830,
-    "lines of Python in tests": 50_290,
-    "lines of Python in benchmarks": 12_890,
+    "lines of Python in the product": 42_960,
+    "lines of Python in tests": 50_420,
+    "lines of Python in benchmarks": 12_790,
     "files that inference/engine/engine.py needs": 54,
-    "lines of these files": 12_740,
+    "lines of these files": 12_770,
     "lines of the longest function outside kernels": 100,
     "product files of more than 500 lines": 1,
     "files from decode.py to the first committed token": 62,

@@ -109,7 +109,7 @@ def by_engine(recipe: DistillRecipe, conversations: Iterator[Conversation], end:
         if closing and closing in text:
             text, reason = text.partition(closing)[0], "stop"
         if conversation.speaker == "assistant":
-            whole = tokenizer.decode(conversation.prompt[-16:]) + text  # the template may begin the thinking
+            whole = f"{tokenizer.decode(conversation.prompt[-16:])}{text}"  # the template may begin the thinking
             thinks = reason == "length" and whole.rfind("<think>") > whole.rfind("</think>")
             if thinks or not text.strip():
                 conversation.fail(RequestFailed(CUT_THINKING if thinks else EMPTY))

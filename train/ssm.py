@@ -196,7 +196,8 @@ def train(run: Run[SsmRecipe]) -> None:
             break
         if not chosen:
             raise ValueError(f"stage '{stage.name}': no prompt is left to train on; use more data")
-        ssm = Target(copy.deepcopy(base).to(target.device), target.tokenizer, part_name(number), "")
+        model: Any = copy.deepcopy(base)
+        ssm = Target(model.to(target.device), target.tokenizer, part_name(number), "")
         if recipe.precision.gradient_checkpointing:
             checkpoint_activations(ssm.model)
         module = Ssm(ssm, target, ids, d.loss, frozen=d.layers is not None)

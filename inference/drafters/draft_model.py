@@ -111,6 +111,8 @@ class DraftModelDrafter(Drafter):
             self.lm = copy(model)  # Target.logits then applies the model's own scale and cap to these rows
             self.lm.lm_head = head_rows(model.lm_head, self.ids)
         self.entries = None if selector is None else CompressedCache(model, selector)
+        whole = selector is None and draft_vocab is None and model.vocab_size == target.vocab_size
+        self.assistant = model if whole else None
         self.reuses = selector is None
         self.static, self.models = selector is None or selector.name != "topk", (model,)
         self.target_vocabulary = target.vocab_size

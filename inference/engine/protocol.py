@@ -95,6 +95,7 @@ class Drafter(Protocol):
     reads_own_path: ``absorb`` reads ``Verdict.own_path``.
     keeps_rows: it keeps state by row, or its nodes are chosen by what a step of all rows takes: steps then run on all
         rows of the batch, also where few have a text.
+    assistant: a causal LM that drafts over the whole text and vocabulary, as assisted generation takes it; else None.
     reuses: a prompt may begin with tokens that are not read again, see :meth:`reuse`.
     """
 
@@ -114,6 +115,7 @@ class Drafter(Protocol):
     own_counts: Mapping[int, int] = MappingProxyType({})
     reads_own_path: bool = True
     keeps_rows: bool = True
+    assistant: Target | None = None
     reuses: bool = False
 
     def allocate(self, cache: KVCache, max_depth: int, static: bool) -> None:

@@ -13,7 +13,6 @@ import torch
 from draftsmith.common.command import counted
 from draftsmith.common.progress import ProgressBar
 from draftsmith.inference.commands.terminal import console
-from draftsmith.inference.drafters.draft_model import DraftModelDrafter
 from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.engine.engine import CACHE_GRANULE, Generation, SpeculativeDecoder
 from draftsmith.inference.engine.logprobs import LogprobsMode
@@ -169,11 +168,9 @@ class _Evaluation:
         return [self.timed[name].outputs[number] for number in range(len(self.prompts))]
 
     def draft_model(self) -> Target | None:
-        """The first drafter's that transformers' assisted generation can take, one text at a time: a draft model over
-        the whole text and vocabulary, alone."""
-        whole = [d for d in self.drafters.values() if isinstance(d, DraftModelDrafter) and d.entries is None]
-        models = [d.model for d in whole if d.ids is None and d.model.vocab_size == self.target.vocab_size]
-        return models[0] if models and self.batch_size == 1 else None
+        """The first drafter's that transformers' assisted generation can take, one text at a time."""
+        models = (drafter.assistant for drafter in self.drafters.values() if drafter and self.batch_size == 1)
+        return next((model for model in models if model), None)
 
     def time_methods(self, baseline: Baseline, rounds: int, seconds: float | None, kinds: Sequence[str | None]) -> None:
         """Time the drafters and the baselines on the same groups of prompts."""

@@ -24,13 +24,25 @@ from draftsmith.inference.measure.paired import MIN_PAIRS
 from draftsmith.models.target import Target
 
 # baseline → the report's field of the speed-up over it; its interval is in NAME_interval
-SPEEDUPS = {"engine": "speedup"}
-SPEEDUPS |= {base: f"speedup_vs_{base}" for base in ("transformers", "prompt_lookup", "assisted")}
-LABELS = {"engine": "plain, our engine", "transformers": "transformers.generate", "prompt_lookup": "its prompt lookup"}
-LABELS |= {"assisted": "assisted generation"}
+SPEEDUPS = {
+    "engine": "speedup",
+    "transformers": "speedup_vs_transformers",
+    "prompt_lookup": "speedup_vs_prompt_lookup",
+    "assisted": "speedup_vs_assisted",
+}
+LABELS = {
+    "engine": "plain, our engine",
+    "transformers": "transformers.generate",
+    "prompt_lookup": "its prompt lookup",
+    "assisted": "its assisted generation",
+}
+COLUMNS = {
+    "engine": "× plain",
+    "transformers": "× trans-\nformers",
+    "prompt_lookup": "× prompt\nlookup",
+    "assisted": "× as-\nsisted",
+}
 WITHOUT_DRAFTS = ("engine", "transformers")  # baselines that commit one token a step
-COLUMNS = {"engine": "× plain", "transformers": "× trans-\nformers", "prompt_lookup": "× prompt\nlookup"}
-COLUMNS |= {"assisted": "× as-\nsisted"}
 TABLE_WIDTH = 80  # columns of a terminal that holds the whole table
 OTHER = "other"  # the kind of prompts without one, where others have one
 REPEAT = 8  # length of the repeated n-gram at which ``repetition`` ends its count
@@ -386,7 +398,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     speed, lengths, places = axes[0]
     baselines = report["baselines"]
     names = {"engine": "plain,\nour engine", "transformers": "trans-\nformers", "prompt_lookup": "prompt-\nlookup"}
-    names |= {"assisted": "as-\nsisted"}
+    names["assisted"] = "as-\nsisted"
     bars = {names[key]: baselines[key]["tokens_per_second"] for key in names if key in baselines}
     bars[short_name(report["drafter"]).replace("+", "\n+ ")] = report["tokens_per_second"]
     drawn = speed.bar(list(bars), list(bars.values()), color=["#b8bcc6"] * (len(bars) - 1) + ["#2f7d4f"])

@@ -701,7 +701,10 @@ def test_another_recipe_is_refused(run):
     assert lines_of(folder) == before and "(decoding.logprobs: null → 0)" in asks
     run("whole", "data.seeds.0.limit=3", "engine.batch_size=2")  # which is only how fast
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["decides"] |= {"target.name": "elsewhere", "target.attention": "flex_attention"}  # as earlier versions wrote them
+    manifest["decides"] |= {
+        "target.name": "elsewhere",
+        "target.attention": "flex_attention",
+    }  # as earlier versions wrote them
     (folder / "manifest.json").write_text(json.dumps(manifest))
     run("whole", "data.seeds.0.limit=3", "target.attention=sdpa")
     assert lines_of(folder) == before, "the same weights"
