@@ -683,7 +683,7 @@ def paths_of(report):
             yield key
 
 
-def test_every_field_is_in_the_table(drafter, prompts, report_of):
+def test_every_field_is_in_the_table(drafter, tiny_lm, prompts, report_of):
     """And the table has no others, but for those of an ensemble, which none of these reports is of."""
     page = (ROOT / "docs/fields.md").read_text()
     tables = {
@@ -694,14 +694,14 @@ def test_every_field_is_in_the_table(drafter, prompts, report_of):
     }
     prompts.write_text('{"prompt": "import os", "kind": "code"}\n{"prompt": "def f(x):"}\n')
     lines = (
-        "+ngram --baseline all --check-lossless",
-        " --mode sample --presence-penalty 1 --frequency-penalty 1 --logit-bias 5=1 --baseline none",
-        " --mode typical --baseline none",
+        f"{drafter}+ngram draft_model:{tiny_lm}@1 --target {tiny_lm} --baseline all --check-lossless",
+        f"{drafter} --mode sample --presence-penalty 1 --frequency-penalty 1 --logit-bias 5=1 --baseline none",
+        f"{drafter} --mode typical --baseline none",
     )
     found = {
         path
         for line in lines
-        for path in paths_of(report_of(f"{drafter}{line} --prompts {prompts} --max-new-tokens 4")[0])
+        for path in paths_of(report_of(f"{line} --prompts {prompts} --max-new-tokens 4")[0])
     }
     assert {name for name in tables.pop("report.json") if not name.startswith("ssm.")} == found - {"lossless"} | {
         "kinds"
