@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.benchmarks.floors import STEP_LAUNCHES, Work
 from draftsmith.benchmarks.options import SHAPES
-from draftsmith.common.command import available_memory
+from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.inference.verify.tree import Ranks, Topology
 from draftsmith.models.files.locate import local_folder
 from draftsmith.models.medusa import MedusaConfig, MedusaHeads
@@ -34,8 +34,7 @@ def release() -> None:
 
 def check_fits(needed: int, device: torch.device) -> None:
     """Check that ``needed`` bytes of the device's memory are free. Raises MemoryError: fewer are."""
-    cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if cuda else available_memory()
+    free = free_bytes(device)
     if needed > free:
         raise MemoryError(f"needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free")
 

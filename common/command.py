@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # --help needs none of it
 _FORBIDDEN = (errno.EACCES, errno.EROFS, errno.EPERM)
 _UNUSABLE = (*_FORBIDDEN, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, the largest file it takes
-CGROUP = Path("/sys/fs/cgroup")  # of this process's container
 T = TypeVar("T")
 _INTERRUPTED = "interrupted; files already written are whole"
 
@@ -350,19 +349,6 @@ def available_cores() -> int:
     """CPU cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def available_memory() -> int:
-    """Bytes of main memory that are left, for a container within its limit (cgroup 2, where files that are kept in
-    memory count as used)."""
-    import psutil  # --help does not need it
-
-    left = psutil.virtual_memory().available
-    with suppress(OSError, ValueError, KeyError):  # no limit, or none that can be read
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        facts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        left = min(left, limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
-    return max(0, left)
 
 
 def cpu_facts() -> dict[str, str]:

@@ -21,10 +21,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from draftsmith.common.command import available_memory, counted
+from draftsmith.common.command import counted
 from draftsmith.common.files import replacing, write_json
 from draftsmith.common.progress import ProgressBar
 from draftsmith.data.packing import Rows
+from draftsmith.inference.engine.cache import free_bytes
 from draftsmith.models.files.identity import was_asked
 from draftsmith.models.target import Target
 from draftsmith.train import sharded
@@ -179,5 +180,5 @@ def _compare(kept: Tensor, made: Tensor, width: int, where: str) -> None:
 
 def _free(stored: Path | None) -> int:
     if stored is None:
-        return available_memory()
+        return free_bytes(torch.device("cpu"))
     return shutil.disk_usage(next(folder for folder in stored.parents if folder.exists())).free

@@ -3,22 +3,32 @@
 Shape letters: B rows, Hkv key/value heads, S slots, D head width, N new tokens, A depth of the deepest node + 1.
 """
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.common.command import available_memory
 from draftsmith.kernels.commit import commit
 from draftsmith.models.sizes import kv_bytes
 from draftsmith.models.target import Target
 
+CGROUP = Path("/sys/fs/cgroup")  # of this process's container
+
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is left on a device."""
+    """Memory that is left on a device; main memory within the limit of a container (cgroup 2, where files that are kept
+    in memory count as used)."""
     if device.type != "cuda":
-        return available_memory()
+        left = psutil.virtual_memory().available
+        with suppress(OSError, ValueError, KeyError):  # no limit, or none that can be read
+            limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+            facts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+            left = min(left, limit - used + int(facts["active_file"]) + int(facts["inactive_file"]))
+        return max(0, left)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 

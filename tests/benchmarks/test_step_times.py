@@ -203,7 +203,7 @@ def test_steps_that_are_no_graph_replays_are_refused(running):
 
 def test_what_does_not_fit_is_left_out(run_main, monkeypatch, tmp_path):
     free = SimpleNamespace(available=200_000)  # bytes: the model has 70 kB, a token's K/V 256 bytes
-    monkeypatch.setattr(shapes, "available_memory", lambda: free.available)
+    monkeypatch.setattr(shapes, "free_bytes", lambda device: free.available)
     out = tmp_path / "step.json"
     common = ["--shape", "small", "--device", "cpu", "--threads", 1, "--repeat", 1, "--nodes", 1, 3, "--out", out]
     code, _, err = run_main(step_times.main, *common, "--contexts", 1000, 9)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.common import command
 from draftsmith.common.command import CommandLine, counted, first_line, interruptible, recipe_parser, run_command
 from draftsmith.common.progress import ProgressBar
 from draftsmith.train import dry_run, launch, track
@@ -238,16 +237,3 @@ def test_options_that_are_fields_of_a_recipe(words, said, monkeypatch, capsys):
 def test_counts_with_their_nouns():
     found = [counted(1, "prompt"), counted(0, "prompt"), counted(2000, "process"), counted(1, "process")]
     assert found == ["1 prompt", "0 prompts", "2,000 processes", "1 process"]
-
-
-def test_the_memory_of_a_container(tmp_path, monkeypatch):
-    """What its limit leaves; what files take is given back when it is needed. Without a limit it is the machine's."""
-    monkeypatch.setattr(command, "CGROUP", tmp_path)
-    whole = command.available_memory()
-    assert whole > 1e8
-    contents = {"max": "3000\n", "current": "2500\n", "stat": "anon 1500\nactive_file 600\ninactive_file 400\n"}
-    for name, text in contents.items():
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert command.available_memory() == 1500
-    (tmp_path / "memory.max").write_text("max\n")
-    assert command.available_memory() > 1e8

@@ -699,9 +699,7 @@ def test_every_field_is_in_the_table(drafter, tiny_lm, prompts, report_of):
         f"{drafter} --mode typical --baseline none",
     )
     found = {
-        path
-        for line in lines
-        for path in paths_of(report_of(f"{line} --prompts {prompts} --max-new-tokens 4")[0])
+        path for line in lines for path in paths_of(report_of(f"{line} --prompts {prompts} --max-new-tokens 4")[0])
     }
     assert {name for name in tables.pop("report.json") if not name.startswith("ssm.")} == found - {"lossless"} | {
         "kinds"

@@ -128,7 +128,7 @@ def test_what_was_damaged_is_found(make_target, rows, accelerator, tmp_path, dam
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_no_room(make_target, rows, accelerator, tmp_path, monkeypatch, where):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    monkeypatch.setattr(features, "available_memory", lambda: 1000)
+    monkeypatch.setattr(features, "free_bytes", lambda device: 1000)
     stored = tmp_path / "new" / "0" if where == "disk" else None
     wanted = r"cache_hidden: 5 rows × 12 tokens × 32 take 0.00 GB .*; set cache_hidden=none"
     with pytest.raises(ValueError, match=wanted):

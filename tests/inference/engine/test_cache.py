@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from draftsmith.inference.engine import cache as module
 from draftsmith.inference.engine.cache import KVCache
 
 CPU = torch.device("cpu")
@@ -64,3 +65,16 @@ def test_update_writes_at_the_rows_own_slots(slots):
         assert torch.equal(all_keys, expected[:, :, :6]) and all_values.shape == all_keys.shape
         for row in range(2):
             assert torch.equal(all_values[row][:, slots[row % len(slots)]], values[row])
+
+
+def test_the_memory_of_a_container(tmp_path, monkeypatch):
+    """What its limit leaves; what files take is given back when it is needed. Without a limit it is the machine's."""
+    monkeypatch.setattr(module, "CGROUP", tmp_path)
+    whole = module.free_bytes(CPU)
+    assert whole > 1e8
+    contents = {"max": "3000\n", "current": "2500\n", "stat": "anon 1500\nactive_file 600\ninactive_file 400\n"}
+    for name, text in contents.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert module.free_bytes(CPU) == 1500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert module.free_bytes(CPU) > 1e8
