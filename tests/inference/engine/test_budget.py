@@ -446,9 +446,9 @@ def test_bounds_that_cannot_be_kept(make_target):
 def test_drafts_that_are_not_finite_change_no_text(make_target, rows, static):
     """A draft model may overflow where the target does not; it drafts again once it no longer does."""
     target, rng, spoilt = make_target("llama"), random.Random(1), []
-    drafter = draft_model_of(target)
+    drafter = draft_model_of(target).with_tree((4, 3, 1) if static else (2, 1, 1))
     drafter.costs, logits = StepCosts({1: 1.0, 8: 1.1}), drafter.head.logits
-    drafter.clock = StepClock() if static else None
+    drafter.clock, bound = (StepClock(), 7) if static else (None, None)  # a static step then has 8 of 29 nodes
 
     def sometimes(out):
         scores, ids = logits(out)
@@ -456,7 +456,8 @@ def test_drafts_that_are_not_finite_change_no_text(make_target, rows, static):
         return scores * (torch.nan if spoilt[-1] else 1), ids
 
     drafter.head = replace(drafter.head, logits=sometimes, module=None)
-    results = SpeculativeDecoder(target, drafter, static=static).generate(PROMPTS, 40, batch_size=rows)
+    decoder = SpeculativeDecoder(target, drafter, static=static)
+    results = decoder.generate(PROMPTS, 40, batch_size=rows, max_draft_nodes=bound)
     plain = SpeculativeDecoder(target).generate(PROMPTS, 40)
     assert [result.tokens for result in results] == [result.tokens for result in plain]
     assert spoilt[0] and max(max(result.accepted) for result in results) > 1, "its budget recovers"
