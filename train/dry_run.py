@@ -108,7 +108,7 @@ class Plan:
     packed, autocast, target_bytes: of :class:`Micro`.
     projected: how many of the frozen parameters heads multiply with once more (a shared projection), in all.
     passes: through what is frozen: forward (not with kept hidden states), teacher, backward to adapters.
-    every_row: an epoch is the samples of all sources; else they are made into others, or a stage has a part of them.
+    every_row: a stage draws from the samples of all sources as they are, so that their number is an epoch's.
     copied: how many frozen parameters are held twice (the LM head's rows of a draft vocabulary).
     unrolled: passes through what trains, for each token of a row.
     attended: width of the queries of what trains, times its passes, for products with all keys of a row.

@@ -22,9 +22,9 @@ class Request:
         penalties or biases is mode ``sample`` with temperature 0.
     stop_ids: token ids that end the text; the target's own if None.
     stop_strings: strings that end the text; the token that completes one is the last. Needs the target's tokenizer.
-    max_draft_nodes: nodes that are drafted in each of its steps, at most, by it or any text decoded beside it (on a GPU
-        as many as the next smaller size of static steps has); 0: plain
-        decoding. Only in greedy decoding and coupled sampling, whose texts do not depend on it.
+    max_draft_nodes: nodes that are drafted in each of its steps, at most, by it or any text decoded with it (static
+        steps: the next smaller of their sizes); 0: plain decoding. Only in greedy decoding and coupled sampling, whose
+        texts do not depend on it.
     logprobs: for each new token its log-probability, and those of so many of the most likely tokens, 0 to 20; none if
         None. The same with drafts and without, see :class:`~draftsmith.inference.engine.logprobs.TokenLogprobs`.
     prompt_logprobs: the same for the prompt's tokens, always raw.
